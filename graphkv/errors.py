@@ -1,0 +1,74 @@
+"""Typed errors. Every error of graphkv is a `GraphKVError`; each message names the value, the limit and the way out."""
+
+
+class GraphKVError(Exception):
+    """Base class of every error that graphkv raises on purpose."""
+
+
+class InvalidValue(GraphKVError, ValueError):
+    """The caller's mistake, found before anything changed."""
+
+
+class UnsupportedCombination(GraphKVError, ValueError):
+    """Two options that cannot go together, refused at construction."""
+
+
+class OutOfBlocks(GraphKVError):
+    """The pool is short of blocks. Nothing changed; retry after steps retire or sequences close.
+
+    Attributes:
+        needed: blocks that the refused call wanted in addition to those its rows hold.
+        free: blocks that can be handed out now.
+        retiring: blocks that become free when the steps in flight retire.
+    """
+
+    def __init__(self, needed: int, free: int, retiring: int = 0) -> None:
+        self.needed = needed
+        self.free = free
+        self.retiring = retiring
+        super().__init__(
+            f"{needed} more blocks needed, {free} free and {retiring} freed once the steps in flight retire; "
+            "close a sequence, retire the steps in flight, or build the pools with more blocks"
+        )
+
+
+class OutOfRows(GraphKVError):
+    """Every row is taken. Nothing changed; close a sequence or build with more rows."""
+
+    def __init__(self, max_rows: int, retiring: int = 0) -> None:
+        self.max_rows = max_rows
+        self.retiring = retiring
+        super().__init__(
+            f"all {max_rows} rows are taken ({retiring} of them become free once the steps in flight retire); "
+            "close a sequence, retire the steps in flight, or build with a larger max_rows"
+        )
+
+
+class StaleFrame(GraphKVError):
+    """The latch found another step's packet, or a torn one, in the frame; the step wrote nothing.
+
+    Attributes:
+        expected: the step number that the device was about to run.
+        found: the step number in the packet's header (equal to `expected` when the packet was torn).
+    """
+
+    def __init__(self, expected: int, found: int) -> None:
+        self.expected = expected
+        self.found = found
+        what = "a torn packet of that step" if expected == found else f"the packet of step {found}"
+        super().__init__(
+            f"the device expected the packet of step {expected} and found {what}; the step was a no-op and so is "
+            "every step after it until the runtime is resynchronised with resync()"
+        )
+
+
+class DeviceFault(GraphKVError):
+    """The device or its driver reported an error."""
+
+
+class CudaUnavailable(DeviceFault):
+    """No usable CUDA device, driver or NVRTC library in this process."""
+
+
+class KernelCompileError(GraphKVError):
+    """NVRTC refused a kernel source; the message holds its log."""
