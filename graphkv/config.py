@@ -159,7 +159,10 @@ class CacheConfig:
 
         Reads the indexer's per-layer pattern where the family has one (GLM's `indexer_types`).
         """
-        get = hf_config.get if isinstance(hf_config, Mapping) else lambda k, d=None: getattr(hf_config, k, d)
+
+        def get(key: str) -> Any:
+            return hf_config.get(key) if isinstance(hf_config, Mapping) else getattr(hf_config, key, None)
+
         family = get("model_type")
         needed = ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim", "index_head_dim", "index_n_heads")
         missing = [key for key in (*needed, "index_topk") if get(key) is None]
