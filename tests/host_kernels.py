@@ -1,9 +1,10 @@
 """Build a kernel source of cuda/ for the CPU and run it on NumPy arrays (or CPU tensors), with no NVIDIA package.
 
 `build` compiles with g++ in front of `tests/host/cuda_host.h`; builds are kept by content, so a file is compiled once.
-Two environment variables turn a whole test run into a search for hidden faults:
+Environment variables turn a whole test run into a search for hidden faults:
 GRAPHKV_HOST_SANITIZE=1 builds with AddressSanitizer and UndefinedBehaviorSanitizer (libasan must be preloaded),
 GRAPHKV_HOST_BACKWARDS=1 runs the threads of every block, and the blocks, in reverse order.
+GRAPHKV_HOST_LOG names a file that the name of each kernel that ran is appended to.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class HostModule:
         entry: str,
         grid: int | tuple[int, ...],
         block: int | tuple[int, ...],
-        args: Sequence[Any],
+        args: Sequence[Any] | int,
         shared_bytes: int = 0,
         *,
         threads: int | None = None,
@@ -63,7 +64,8 @@ class HostModule:
         """Run `entry` to its end.
 
         Args:
-            args: arrays or CPU tensors (None is the null pointer), ints, floats, ctypes structures, as the kernel wants.
+            args: arrays or CPU tensors (None is the null pointer), ints, floats, ctypes structures, as the kernel
+                wants; or the address of a ready array of pointers to values, as the driver takes it.
             threads: OS threads that the blocks are spread over; default one a processor, at most 4.
             backwards: reverse the order of blocks, warps and lanes between barriers.
         Raises:
@@ -73,16 +75,24 @@ class HostModule:
             backwards = os.environ.get("GRAPHKV_HOST_BACKWARDS") == "1"
         threads = threads or min(4, os.cpu_count() or 1)
         shape = (ctypes.c_uint * 9)(*_three(grid), *_three(block), shared_bytes, threads, backwards)
+        values = [] if isinstance(args, int) else self._values(entry, args)
+        ready = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
+        addresses = ctypes.c_void_p(args) if isinstance(args, int) else ready
+        if not self._library[f"gk_host_run_{entry}"](shape, addresses):
+            raise HostKernelError(f"{entry}: {self._library.gk_host_error().decode()}")
+        if log := os.environ.get("GRAPHKV_HOST_LOG"):
+            with open(log, "a", encoding="utf-8") as file:
+                file.write(f"{entry}\n")
+
+    def _values(self, entry: str, args: Sequence[Any]) -> list[Any]:
+        """Each argument as a ctypes object that holds its bytes."""
         signature = self.signature(entry)
         if len(args) != len(signature):
             raise TypeError(f"{entry} takes {len(signature)} arguments ({signature}), {len(args)} given")
         sizes_of = self._library[f"gk_host_sizes_{entry}"]
         sizes_of.restype = ctypes.POINTER(ctypes.c_size_t)
         sizes = sizes_of()
-        values = [_value(entry, n, letter, sizes[n], args[n]) for n, letter in enumerate(signature)]
-        addresses = (ctypes.c_void_p * max(1, len(values)))(*(ctypes.addressof(v) for v in values))
-        if not self._library[f"gk_host_run_{entry}"](shape, addresses):
-            raise HostKernelError(f"{entry}: {self._library.gk_host_error().decode()}")
+        return [_value(entry, n, letter, sizes[n], args[n]) for n, letter in enumerate(signature)]
 
 
 def build(file: str | Path, defines: Mapping[str, int | str] | None = None, sanitize: bool | None = None) -> HostModule:
