@@ -1,0 +1,1 @@
+"""graphkv: the KV-cache runtime for decode loops that live inside CUDA graphs."""

@@ -1,0 +1,131 @@
+"""What the caller holds: a sequence, a batch of them, a step's results. The state is in the runtime's arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from graphkv.runtime import DecodeRuntime
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class Sequence:
+    """Token ids and blocks of one request, in one row for its whole life. Made by `DecodeRuntime.open`."""
+
+    __slots__ = ("_final_tokens", "_runtime", "row", "serial")
+
+    def __init__(self, runtime: DecodeRuntime, row: int, serial: int) -> None:
+        self._runtime = runtime
+        self.row = row
+        self.serial = serial
+        self._final_tokens: Int32Array | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._final_tokens is None
+
+    @property
+    def tokens(self) -> Int32Array:
+        """int32 [n], a copy of the prompt and of all tokens sampled in steps that have retired."""
+        return self._runtime.known_tokens(self) if self._final_tokens is None else self._final_tokens.copy()
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV is valid once the submitted steps ran (at most, where a step may accept fewer)."""
+        return 0 if self._final_tokens is not None else int(self._runtime.manager.length[self.row])
+
+    def belongs_to(self, runtime: DecodeRuntime) -> bool:
+        return self._runtime is runtime
+
+    def ended(self, tokens: Int32Array) -> None:
+        """The runtime closed this sequence; its tokens stay readable."""
+        self._final_tokens = tokens
+
+    def __repr__(self) -> str:
+        return f"Sequence(row={self.row}, length={self.length}{'' if self.is_open else ', closed'})"
+
+
+class Batch:
+    """Sequences to step together, as the arrays a step needs. Make it once and step it while the batch stays.
+
+    Attributes:
+        sequences: distinct open sequences of one runtime, in batch order.
+        rows: int32 [B], their rows.
+        serials: int64 [B], their rows' serials.
+    """
+
+    __slots__ = ("checked_at", "rows", "sequences", "serials")
+
+    def __init__(self, sequences: AbstractSequence[Sequence]) -> None:
+        self.sequences = tuple(sequences)
+        self.rows = np.fromiter((sequence.row for sequence in self.sequences), np.int32, len(self.sequences))
+        self.serials = np.fromiter((sequence.serial for sequence in self.sequences), np.int64, len(self.sequences))
+        self.checked_at = -1  # the runtime's change count when this batch was last found fit to step
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one retired step brought.
+
+    Attributes:
+        step: its number.
+        sequences: its batch.
+        accepted: int32 [B], query tokens each sequence kept.
+        tokens: int32 [B, next_n], new tokens of each sequence (accepted drafts, then the sampled one), -1 padded. All
+            -1 for a sequence whose prompt the step did not finish.
+    """
+
+    step: int
+    sequences: tuple[Sequence, ...]
+    accepted: Int32Array
+    tokens: Int32Array
+
+
+class Chunk(NamedTuple):
+    """One prefill step: of each sequence, the tokens begins[i] .. begins[i] + counts[i] - 1."""
+
+    batch: Batch
+    begins: npt.NDArray[np.int64]
+    counts: Int32Array
+
+
+def cut_into_chunks(
+    batch: Batch,
+    begins: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    most_tokens: int,
+    most_rows: int,
+) -> list[Chunk]:
+    """Cut tokens begins[i] .. ends[i] - 1 of each sequence into steps, in order, as full as they can be."""
+    steps: list[list[tuple[Sequence, int, int]]] = [[]]
+    room = most_tokens
+    for sequence, begin, end in zip(batch, begins.tolist(), ends.tolist(), strict=True):
+        while begin < end:
+            if not room or len(steps[-1]) == most_rows:
+                steps.append([])
+                room = most_tokens
+            count = min(room, end - begin)
+            steps[-1].append((sequence, begin, count))
+            begin += count
+            room -= count
+    return [
+        Chunk(
+            Batch([sequence for sequence, _, _ in step]),
+            np.array([begin for _, begin, _ in step], np.int64),
+            np.array([count for _, _, count in step], np.int32),
+        )
+        for step in steps
+    ]
