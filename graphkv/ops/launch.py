@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from graphkv import kernels
 from graphkv.layout import IndexKFormat, LatentFormat
 
 # The numbers that cuda/codec.cuh gives the formats and the dtypes of inputs.
@@ -27,8 +28,6 @@ def launch(
     shared_bytes: int = 0,
 ) -> None:
     """Run kernel `name` of `cuda/name.cu`; the caller's current device is as before afterwards."""
-    from graphkv import kernels  # here, so that a process without a GPU never loads cuda-python
-
     with torch.cuda.device(device):
         kernel = kernels.load(f"{name}.cu", name, signature, defines=defines or {}, dynamic_shared=shared_bytes)
         kernel.launch(grid, block, args, torch.cuda.current_stream(device).cuda_stream, shared_bytes)
