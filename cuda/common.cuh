@@ -3,7 +3,7 @@
 // Conventions of this folder
 // - NVRTC and nothing else: a file here includes only files of this folder, never a header of NVIDIA's or the host's.
 // - One kernel a file where possible: `extern "C" __global__ void name(...)`, `name` being the file's stem.
-// - Parameters are pointers, i32, i64, float, or one plain struct; blocks are one-dimensional, a multiple of 32 threads.
+// - Parameters are pointers, i32, i64, float, or plain structs. Blocks are one-dimensional, a multiple of 32 threads.
 // - Dynamic shared memory comes from GK_DYN_SHARED, aligned to 128 bytes.
 // - Inline PTX stands inside `#ifndef GK_HOST` with a portable twin behind it: the tests run these files on the CPU.
 // - A file that is compiled with defines lists each set on a line of its own, `// variant: NAME=VALUE NAME=VALUE`; the

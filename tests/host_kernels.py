@@ -110,7 +110,7 @@ def _build(source: Path, defines: tuple[tuple[str, int | str], ...], sanitize: b
     unit = f'#include "{HEADERS / "cuda_host.h"}"\n#include "{source}"\n{exports}'
     optimise = ("-O1", *SANITIZERS) if sanitize else ("-O2",)
     command = ["g++", *FLAGS, *WARNINGS, *optimise, *(f"-D{name}={value}" for name, value in defines)]
-    key = hashlib.sha256("\0".join((*command, unit, digest, _compiler())).encode()).hexdigest()[:32]
+    key = hashlib.sha256("\0".join((*command, source.name, digest, _compiler())).encode()).hexdigest()[:32]
     library = BUILDS / f"{source.stem}-{key}.so"
     if not library.exists():
         BUILDS.mkdir(parents=True, exist_ok=True)

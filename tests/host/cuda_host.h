@@ -1,7 +1,7 @@
-// CUDA C++ for the CPU, as far as the kernels of cuda/ use it. Included in front of a .cu file; no NVIDIA header needed.
+// CUDA C++ for the CPU, as far as the kernels of cuda/ use it. Stands in front of a .cu file; needs no NVIDIA header.
 //
-// There: thread indices, static and dynamic shared memory, block barriers, warp shuffles, votes and reductions also with
-// partial masks, atomics, cached loads and stores, bit casts, explicitly rounded arithmetic, vector types.
+// There: thread indices, static and dynamic shared memory, block barriers, warp shuffles, votes and reductions (with
+// partial masks too), atomics, cached loads and stores, bit casts, explicitly rounded arithmetic, vector types.
 // Not there: inline PTX, half types, cp.async, TMA, mbarrier, mma, clusters, cooperative groups, __activemask.
 // Not found by it: races (run both orders and compare), memory-order faults, reads of unwritten static shared memory.
 #pragma once
@@ -255,14 +255,17 @@ struct Entry<K> {
   static constexpr char signature[] = {letter<A>()..., 0};
   static constexpr size_t sizes[] = {sizeof(A)..., 0};
 };
+// `shape`: grid x, y, z, block x, y, z, bytes of dynamic shared memory, OS threads, backwards.
+inline int run_shape(void (*body)(void**), void** arguments, const unsigned* shape) {
+  const dim3 grid{shape[0], shape[1], shape[2]}, dim{shape[3], shape[4], shape[5]};
+  return run_grid({body, arguments, grid, dim, shape[6], shape[7], shape[8] != 0});
+}
 }  // namespace gk_host
 
 extern "C" inline __attribute__((used)) const char* gk_host_error() { return gk_host::error_text.c_str(); }
-// `shape`: grid x, y, z, block x, y, z, bytes of dynamic shared memory, OS threads, backwards.
-#define GK_HOST_EXPORT(kernel)                                                                                        \
-  extern "C" const char* gk_host_signature_##kernel() { return gk_host::Entry<&kernel>::signature; }                  \
-  extern "C" const size_t* gk_host_sizes_##kernel() { return gk_host::Entry<&kernel>::sizes; }                        \
-  extern "C" int gk_host_run_##kernel(const unsigned* shape, void** arguments) {                                      \
-    return gk_host::run_grid({&gk_host::Entry<&kernel>::body, arguments, {shape[0], shape[1], shape[2]},              \
-                              {shape[3], shape[4], shape[5]}, shape[6], shape[7], shape[8] != 0});                    \
+#define GK_HOST_EXPORT(kernel)                                                                                \
+  extern "C" const char* gk_host_signature_##kernel() { return gk_host::Entry<&::kernel>::signature; }        \
+  extern "C" const size_t* gk_host_sizes_##kernel() { return gk_host::Entry<&::kernel>::sizes; }              \
+  extern "C" int gk_host_run_##kernel(const unsigned* gk_shape, void** gk_arguments) {                        \
+    return gk_host::run_shape(&gk_host::Entry<&::kernel>::body, gk_arguments, gk_shape);                      \
   }

@@ -252,11 +252,11 @@ inline void run_blocks(const Launch& launch, std::atomic<unsigned>& next) {
   const dim3 grid = launch.grid, dim = launch.dim;
   const unsigned size = dim.x * dim.y * dim.z, count = grid.x * grid.y * grid.z;
   if (stack_count < size) {
-    stacks.reset(new char[size * STACK]);
+    stacks.reset(new char[(size + 1) * STACK]);  // one in front, which the lowest may overrun without harm
     stack_count = size;
   }
   Block b;
-  b.stacks = stacks.get(), b.fibers.resize(size), b.warps.resize((size + WARP - 1) / WARP);
+  b.stacks = stacks.get() + STACK, b.fibers.resize(size), b.warps.resize((size + WARP - 1) / WARP);
   b.body = launch.body, b.arguments = launch.arguments, b.grid = grid, b.dim = dim, b.backwards = launch.backwards;
   // Exactly the size asked for, so that the sanitizer sees the first byte beyond it.
   b.dynamic_shared = static_cast<char*>(::operator new(launch.shared_bytes, std::align_val_t(128)));
