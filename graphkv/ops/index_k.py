@@ -52,7 +52,9 @@ def _store_index_k(k: Tensor, pages: Tensor, slot: Tensor, format: str, scale_mo
 
 
 @_store_index_k.register_kernel("cuda")
-def _(k: Tensor, pages: Tensor, slot: Tensor, format: str, scale_mode: str, amax_floor: float) -> None:
+def _store_index_k_cuda(
+    k: Tensor, pages: Tensor, slot: Tensor, format: str, scale_mode: str, amax_floor: float
+) -> None:
     tokens, head_dim = k.shape
     if not tokens:
         return
@@ -124,7 +126,9 @@ def _gather_index_k(
 
 
 @_gather_index_k.register_kernel("cuda")
-def _(pages: Tensor, page_table: Tensor, start: Tensor, out_values: Tensor, out_scales: Tensor, format: str) -> None:
+def _gather_index_k_cuda(
+    pages: Tensor, page_table: Tensor, start: Tensor, out_values: Tensor, out_scales: Tensor, format: str
+) -> None:
     tokens, rows = len(out_values), len(page_table)
     if not tokens or not rows:
         return
@@ -208,7 +212,7 @@ def _paged_index_logits(
 
 
 @_paged_index_logits.register_kernel("cuda")
-def _(
+def _paged_index_logits_cuda(
     q: Tensor,
     weights: Tensor,
     pages: Tensor,

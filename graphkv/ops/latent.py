@@ -52,7 +52,7 @@ def _store_latent(c: Tensor, rope: Tensor, pages: Tensor, slot: Tensor, format: 
 
 
 @_store_latent.register_kernel("cuda")
-def _(c: Tensor, rope: Tensor, pages: Tensor, slot: Tensor, format: str, scale: float) -> None:
+def _store_latent_cuda(c: Tensor, rope: Tensor, pages: Tensor, slot: Tensor, format: str, scale: float) -> None:
     tokens = len(c)
     if not tokens:
         return
@@ -140,7 +140,7 @@ def _sparse_mla_decode(
 
 
 @_sparse_mla_decode.register_kernel("cuda")
-def _(
+def _sparse_mla_decode_cuda(
     q: Tensor,
     pages: Tensor,
     slot: Tensor,

@@ -82,7 +82,7 @@ def _topk(
 
 
 @_topk.register_kernel("cuda")
-def _(
+def _topk_cuda(
     logits: Tensor,
     context_len: Tensor,
     page_table: Tensor,
