@@ -204,6 +204,7 @@ class StepEngine:
         """
         with self._device.guard():
             self._device.synchronize()
+            self._frames.forget()
             self._state.fault.zero_()
             self._state.step.fill_(self.submitted)
             self._state.length.copy_(torch.from_numpy(length))

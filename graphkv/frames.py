@@ -71,6 +71,11 @@ class Frames:
         """Where the graph pulls packets from, by parity; None where the host copies them."""
         return (self.even.host, self.odd.host) if self._upload == "pull" and self._device.is_cuda else None
 
+    def forget(self) -> None:
+        """Trust nothing that an earlier packet left in the arenas."""
+        for frame in (self.even, self.odd):
+            frame.writer.amended()
+
     def publish(self, num_bytes: int) -> None:
         """Send the back frame's packet on its way; whatever is launched on the compute stream next finds it there."""
         if self._upload_stream is None:

@@ -124,6 +124,7 @@ class DecodeRuntime:
         self._prefill_chunk = prefill_chunk
         self._tokens = RowTokens(max_rows, max_blocks * config.block_size)
         self._jobs: dict[int, _Job] = {}
+        self._closing: dict[int, list[Sequence]] = {}  # closed with steps in flight, by the last of these
         self._results: OrderedDict[int, StepResult] = OrderedDict()
         self._stale: StaleFrame | None = None
         self._changes = 0  # counts what can make a batch unfit to step
@@ -190,14 +191,18 @@ class DecodeRuntime:
         if not sequence.is_open:
             return
         self._owned(sequence)
-        sequence.ended(self._tokens.of(sequence.row))
-        self.manager.close(sequence.row, self._engine.submitted, sequence.serial)
+        sequence.is_open = False
+        last = self._engine.submitted
+        if last > self._engine.retired:  # its last results are still to come, and its row is its own until then
+            self._closing.setdefault(last, []).append(sequence)
+        else:
+            sequence.keep(self._tokens.of(sequence.row))
+        self.manager.close(sequence.row, last, sequence.serial)
         self._tokens.mark(sequence.row)
         self._changes += 1
 
     def known_tokens(self, sequence: Sequence) -> npt.NDArray[np.int32]:
-        """int32 [n], the tokens of an open sequence that the host knows."""
-        self._owned(sequence)
+        """int32 [n], the tokens that the host knows of a sequence whose row is still its own."""
         return self._tokens.of(sequence.row)
 
     def _owned(self, sequence: Sequence) -> None:
@@ -368,13 +373,15 @@ class DecodeRuntime:
                 self._undo(job)
             elif len(job.batch):
                 self._take(done, job, raw)
+            for sequence in self._closing.pop(done, ()):
+                sequence.keep(self._tokens.of(sequence.row))
             self.manager.retire(done)
             self._raise_if_stale()
 
     def _take(self, step: int, job: _Job, raw: RawResult) -> None:
         batch, count = job.batch, len(job.batch)
         accepted, tokens = raw.accepted[:count].copy(), raw.emitted[:count].copy()
-        alive = (self.manager.serial[batch.rows] == batch.serials) & self.manager.is_open[batch.rows]
+        alive = self.manager.serial[batch.rows] == batch.serials
         new = accepted
         if job.emits is not None:
             tokens[~job.emits] = -1

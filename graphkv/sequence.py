@@ -19,33 +19,33 @@ Int32Array = npt.NDArray[np.int32]
 class Sequence:
     """Token ids and blocks of one request, in one row for its whole life. Made by `DecodeRuntime.open`."""
 
-    __slots__ = ("_final_tokens", "_runtime", "row", "serial")
+    __slots__ = ("_final_tokens", "_runtime", "is_open", "row", "serial")
 
     def __init__(self, runtime: DecodeRuntime, row: int, serial: int) -> None:
         self._runtime = runtime
         self.row = row
         self.serial = serial
+        self.is_open = True
         self._final_tokens: Int32Array | None = None
 
     @property
-    def is_open(self) -> bool:
-        return self._final_tokens is None
-
-    @property
     def tokens(self) -> Int32Array:
-        """int32 [n], a copy of the prompt and of all tokens sampled in steps that have retired."""
+        """int32 [n], a copy of the prompt and of all tokens sampled in steps that have retired.
+
+        Of a closed sequence too, the steps that were in flight when it was closed included.
+        """
         return self._runtime.known_tokens(self) if self._final_tokens is None else self._final_tokens.copy()
 
     @property
     def length(self) -> int:
         """Tokens whose KV is valid once the submitted steps ran (at most, where a step may accept fewer)."""
-        return 0 if self._final_tokens is not None else int(self._runtime.manager.length[self.row])
+        return int(self._runtime.manager.length[self.row]) if self.is_open else 0
 
     def belongs_to(self, runtime: DecodeRuntime) -> bool:
         return self._runtime is runtime
 
-    def ended(self, tokens: Int32Array) -> None:
-        """The runtime closed this sequence; its tokens stay readable."""
+    def keep(self, tokens: Int32Array) -> None:
+        """The runtime is about to give the row to another sequence; this one's tokens stay readable."""
         self._final_tokens = tokens
 
     def __repr__(self) -> str:
