@@ -45,6 +45,7 @@ class ArgumentPacker:
         self.entry = entry
         self.signature = signature
         self.device = device
+        self._device_index = -1 if device.type == "cpu" else device.index  # as Tensor.get_device() tells it
         sizes = iter(struct_sizes)
         self.sizes = tuple(next(sizes) if letter == "S" else _LETTERS[letter][1] for letter in signature)
         at = 8 * len(signature)
@@ -79,7 +80,7 @@ class ArgumentPacker:
 
     def _pointer(self, number: int, arg: Any) -> int:
         if isinstance(arg, torch.Tensor):
-            if arg.device != self.device and not arg.is_pinned():
+            if arg.get_device() != self._device_index and not arg.is_pinned():
                 raise InvalidValue(
                     f"{self.entry}, argument {number}: the tensor is on {arg.device} and the kernel on {self.device}"
                 )
