@@ -80,7 +80,7 @@ class CudaNodes:
         self._packed: dict[tuple[object, ...], PackedArgs] = {}
 
     def _args(self, kernel: Kernel, *args: object) -> PackedArgs:
-        key = (kernel.entry, *(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args))
+        key = (kernel.entry, *(arg if isinstance(arg, int) else id(arg) for arg in args))  # packed keeps args alive
         if key not in self._packed:
             self._packed[key] = kernel.pack(*args)
         return self._packed[key]
@@ -96,8 +96,7 @@ class CudaNodes:
 
     def derive(self, side: Side, batch: StepMetadata, plan: DerivePlan, stream: int) -> StepMetadata:
         rows, tokens = batch.rows, plan.tokens(batch)
-        packed = self._args(
-            self._derive,
+        packed = self._derive.pack(
             self._structs[side],
             self._state_struct,
             batch.batch_row,
