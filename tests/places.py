@@ -1,7 +1,7 @@
 """Where an op runs in a test: its CPU side, its CUDA side on a device, or its CUDA side with the kernel on the CPU.
 
-The third place keeps everything of the CUDA side (defines, grid, arguments, shared memory) and swaps only the launch, so
-what a GPU is asked to do is checked without one. One test body then serves all three against the same oracle.
+The third place keeps everything of the CUDA side (defines, grid, arguments, shared memory) and swaps only the launch,
+so what a GPU is asked to do is checked without one. One test body then serves all three against the same oracle.
 """
 
 from __future__ import annotations

@@ -46,6 +46,8 @@ def store_index_k(
     device_types="cpu",
 )
 def _store_index_k(k: Tensor, pages: Tensor, slot: Tensor, format: str, scale_mode: str, amax_floor: float) -> None:
+    if not len(k):
+        return
     fmt = IndexKFormat(format)
     values, scales = encode_index_k(k, fmt, ScaleMode(scale_mode), amax_floor)
     write_rows(pages, index_k_layout(fmt, k.shape[1], pages.shape[1]), slot, values, scales)
@@ -112,6 +114,8 @@ def _gather_index_k(
 ) -> None:
     layout = _layout_of_values(IndexKFormat(format), out_values, pages)
     lengths = start.diff()
+    if not len(lengths):
+        return
     first, end = int(start[0]), int(start[-1])
     room = page_table.shape[1] * layout.block_size
     if not (first >= 0 and end <= len(out_values) and bool((lengths >= 0).all()) and int(lengths.max()) <= room):

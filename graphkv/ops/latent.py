@@ -45,6 +45,8 @@ def store_latent(c: Tensor, rope: Tensor, pages: Tensor, slot: Tensor, format: s
     device_types="cpu",
 )
 def _store_latent(c: Tensor, rope: Tensor, pages: Tensor, slot: Tensor, format: str, scale: float) -> None:
+    if not len(c):
+        return
     fmt = LatentFormat(format)
     records = encode_latent(c, rope, fmt, scale)
     layout = latent_layout(fmt, c.shape[1], rope.shape[1], pages.shape[1])
@@ -125,9 +127,12 @@ def _sparse_mla_decode(
     kv_lora_rank: int,
     out: Tensor,
 ) -> None:
+    if not slot.numel():
+        out.zero_()
+        return
     fmt = LatentFormat(format)
     layout = latent_layout(fmt, kv_lora_rank, q.shape[2] - kv_lora_rank, pages.shape[1])
-    for some in torch.split(torch.arange(len(q)), max(1, _CPU_LATENT_ELEMENTS // max(1, slot.shape[1] * q.shape[2]))):
+    for some in torch.split(torch.arange(len(q)), max(1, _CPU_LATENT_ELEMENTS // (slot.shape[1] * q.shape[2]))):
         skipped = slot[some] < 0
         # Tokens of one row select much the same slots: decode each once.
         distinct, inverse = torch.unique(slot[some].clamp_min(0).long(), return_inverse=True)

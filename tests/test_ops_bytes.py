@@ -1,0 +1,272 @@
+"""The ops that move bytes, at every place: each byte of the pages and of the outputs against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import golden
+import numpy as np
+import oracles
+import places
+import pytest
+import torch
+from helpers import POISON, poison
+from places import GuardedPages, tensor
+
+from graphkv import ops
+from graphkv.errors import InvalidValue
+from graphkv.layout import IndexKFormat, LatentFormat, PageLayout, index_k_layout, latent_layout
+
+I32, I64 = torch.int32, torch.int64
+
+# format, input dtype, head_dim, block_size, scale mode, bytes between pages
+INDEX_K = [
+    ("fp32", torch.float32, 128, 64, "pow2", 0),
+    ("bf16", torch.bfloat16, 128, 64, "pow2", 0),
+    ("bf16", torch.float32, 20, 5, "pow2", 2),
+    ("fp8", torch.float32, 128, 64, "pow2", 0),
+    ("fp8", torch.bfloat16, 128, 64, "linear", 4),
+    ("fp8", torch.float32, 128, 5, "linear", 1),
+    ("fp8", torch.float32, 32, 4, "pow2", 0),
+    ("fp8", torch.bfloat16, 64, 16, "pow2", 0),
+    ("fp8", torch.float32, 256, 8, "pow2", 0),
+    ("fp4", torch.float32, 128, 64, "pow2", 0),
+    ("fp4", torch.bfloat16, 128, 5, "pow2", 3),
+]
+# format, head_dim, block_size, bytes between pages
+GATHER = [
+    ("fp32", 128, 64, 0),
+    ("bf16", 20, 4, 0),
+    ("fp8", 128, 64, 0),
+    ("fp8", 128, 5, 0),
+    ("fp8", 128, 64, 4),
+    ("fp4", 128, 64, 0),
+    ("fp4", 128, 5, 1),
+]
+# format, input dtype, kv_lora_rank, rope width, block_size, bytes between pages
+LATENT = [
+    ("fp32", torch.float32, 20, 6, 4, 0),
+    ("fp32", torch.bfloat16, 512, 64, 64, 0),
+    ("bf16", torch.bfloat16, 512, 64, 64, 0),
+    ("bf16", torch.float32, 21, 3, 5, 1),
+    ("fp8", torch.float32, 512, 64, 64, 0),
+    ("fp8", torch.bfloat16, 30, 5, 4, 2),
+    ("fp8_ds_mla", torch.bfloat16, 512, 64, 64, 0),
+    ("fp8_ds_mla", torch.float32, 128, 6, 4, 1),
+]
+
+
+@pytest.fixture(params=places.PLACES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    return places.enter(request.param, monkeypatch)
+
+
+def slots_of(rng: np.random.Generator, layout: PageLayout, num_pages: int, tokens: int) -> np.ndarray[Any, Any]:
+    """Distinct slots, the first and the last one among them, and two -1."""
+    last = num_pages * layout.block_size - 1
+    slots = np.concatenate([[0, last], 1 + rng.permutation(last - 1)])[:tokens].astype(np.int64)
+    rng.shuffle(slots)
+    slots[[2, tokens - 1]] = -1
+    return slots
+
+
+def ordinary(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Without the NaN, whose payload bf16 and fp32 do not pin."""
+    return np.nan_to_num(x, nan=7.0, posinf=np.inf, neginf=-np.inf)
+
+
+@pytest.mark.parametrize(("fmt", "dtype", "head_dim", "block_size", "mode", "gap"), INDEX_K)
+def test_store_index_k_writes_the_row_and_nothing_else(
+    device: torch.device,
+    rng: np.random.Generator,
+    fmt: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    mode: str,
+    gap: int,
+) -> None:
+    pages = GuardedPages(index_k_layout(IndexKFormat(fmt), head_dim, block_size), 6, device, gap)
+    k = places.rows(rng, 19, head_dim)
+    wide = tensor(
+        ordinary(np.pad(k, ((0, 0), (3, 2)))) if fmt in ("fp32", "bf16") else np.pad(k, ((0, 0), (3, 2))), device
+    )
+    given = wide.to(dtype)[:, 3 : 3 + head_dim]  # rows neither aligned nor side by side
+    slots = slots_of(rng, pages.layout, 6, 19)
+    ops.store_index_k(given, pages.view, tensor(slots, device), fmt, mode, 1e-4)
+    values, scales = oracles.index_k_bytes(given.float().cpu().numpy(), fmt, mode == "linear", 1e-4)
+    oracles.place_rows(pages.image, pages.stride, block_size, slots, values, scales)
+    pages.check()
+
+
+@pytest.mark.parametrize(("fmt", "dtype", "rank", "rope_dim", "block_size", "gap"), LATENT)
+def test_store_latent_writes_the_record_and_nothing_else(
+    device: torch.device,
+    rng: np.random.Generator,
+    fmt: str,
+    dtype: torch.dtype,
+    rank: int,
+    rope_dim: int,
+    block_size: int,
+    gap: int,
+) -> None:
+    pages = GuardedPages(latent_layout(LatentFormat(fmt), rank, rope_dim, block_size), 6, device, gap)
+    both = places.rows(rng, 17, rank + rope_dim)
+    if fmt != "fp8":
+        both = ordinary(both)
+    joined = tensor(both, device).to(dtype)
+    c, rope = joined[:, :rank], joined[:, rank:]
+    slots = slots_of(rng, pages.layout, 6, 17)
+    ops.store_latent(c, rope, pages.view, tensor(slots, device), fmt, 0.37)
+    records = oracles.latent_bytes(c.float().cpu().numpy(), rope.float().cpu().numpy(), fmt, 0.37)
+    no_scales = np.empty((17, 0), np.uint8)
+    oracles.place_rows(pages.image, pages.stride, block_size, slots, records, no_scales)
+    pages.check()
+
+
+@pytest.mark.parametrize(("fmt", "head_dim", "block_size", "gap"), GATHER)
+def test_gather_index_k_copies_the_rows_and_nothing_else(
+    device: torch.device, rng: np.random.Generator, fmt: str, head_dim: int, block_size: int, gap: int
+) -> None:
+    """Also case D2: page strides that are no multiple of 16."""
+    layout = index_k_layout(IndexKFormat(fmt), head_dim, block_size)
+    pages = GuardedPages(layout, 9, device, gap)
+    pages.fill(rng, fmt)
+    lengths = [0, 3 * block_size, 0, 0, 1, 2 * block_size - 1, block_size + 1, 0]
+    table = np.stack([rng.permutation(9)[:3] for _ in lengths]).astype(np.int32)
+    start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    room = int(start[-1]) + 5
+    values = poison(torch.empty(room, layout.value_bytes, dtype=torch.uint8, device=device))
+    scales = poison(torch.empty(room, layout.scale_bytes, dtype=torch.uint8, device=device))
+    wide = tensor(np.pad(table, ((0, 0), (0, 2)), constant_values=-9), device)
+    ops.gather_index_k(pages.view, wide[:, :3], tensor(start, device), values, scales, fmt)
+    slots = [s for b, n in enumerate(lengths) for s in oracles.row_slots(table[b], n, block_size)]
+    want = oracles.take_rows(pages.image, pages.stride, block_size, slots, layout.value_bytes, layout.scale_bytes)
+    for got, rows in zip((values, scales), want, strict=True):
+        untouched = np.full((5, rows.shape[1]), POISON, np.uint8)
+        np.testing.assert_array_equal(got.cpu().numpy(), np.concatenate([rows, untouched]))
+    pages.check()
+
+
+@pytest.mark.parametrize(("fmt", "place", "top"), [("fp8", golden.FP8_PLACE, 448.0), ("fp4", golden.FP4_PLACE, 6.0)])
+def test_store_index_k_puts_the_worked_position_where_the_golden_vector_says(
+    device: torch.device, fmt: str, place: tuple[int, ...], top: float
+) -> None:
+    position, block_size, page, value_at, scale_at = place
+    pages = GuardedPages(index_k_layout(IndexKFormat(fmt), 128, block_size), page + 1, device)
+    k = torch.zeros(1, 128, device=device)
+    k[0, ::32] = top
+    slot = torch.tensor([page * block_size + position % block_size], device=device)
+    ops.store_index_k(k, pages.view, slot, fmt)
+    image = pages.buffer.cpu().numpy()[GuardedPages.GUARD :]
+    assert image[value_at] == {"fp8": 0x7E, "fp4": 0x07}[fmt]
+    assert image[scale_at : scale_at + 4].tobytes() == {"fp8": golden.FP8_SCALE_ONE, "fp4": b"\x7f" * 4}[fmt]
+    written = np.flatnonzero(image[: -GuardedPages.GUARD] != POISON)
+    value_bytes = {"fp8": 128, "fp4": 64}[fmt]
+    assert set(written) == {*range(value_at, value_at + value_bytes), *range(scale_at, scale_at + 4)}
+
+
+@pytest.mark.parametrize(("fmt", "value_bytes", "page_bytes"), [("fp8", 128, 64 * 132), ("fp4", 64, 64 * 68)])
+def test_case_d1_scales_stand_behind_all_values_of_the_page(
+    device: torch.device, fmt: str, value_bytes: int, page_bytes: int
+) -> None:
+    tokens, blocks = (0, 1, 63), (0, 1, 6)
+    pages = GuardedPages(index_k_layout(IndexKFormat(fmt), 128, 64), 7, device)
+    pairs = [(block, token) for block in blocks for token in tokens]
+    exponents = np.arange(len(pairs)) - 4  # a scale of its own for each
+    k = np.zeros((len(pairs), 128), np.float32)
+    k[:, ::32] = ({"fp8": 448.0, "fp4": 6.0}[fmt] * 2.0**exponents)[:, None]
+    slots = np.array([block * 64 + token for block, token in pairs])
+    ops.store_index_k(tensor(k, device), pages.view, tensor(slots, device), fmt)
+    image = pages.buffer.cpu().numpy()[GuardedPages.GUARD :]
+    for (block, token), exponent in zip(pairs, exponents, strict=True):
+        at = block * page_bytes + 64 * value_bytes + 4 * token
+        scale = image[at : at + 4]
+        want = np.array([2.0**exponent], np.float32).view(np.uint8) if fmt == "fp8" else [127 + exponent] * 4
+        np.testing.assert_array_equal(scale, want)
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+def test_case_d3_elements_come_back_in_order(device: torch.device, fmt: str) -> None:
+    """Elements 0, 1, 126, 127 of tokens 0, 1, 63 in the first and last block: stored, gathered, compared."""
+    layout = index_k_layout(IndexKFormat(fmt), 128, 64)
+    pages = GuardedPages(layout, 4, device)
+    k = np.zeros((6, 128), np.float32)
+    k[:, [0, 1, 126, 127]] = [
+        [1, 2, 3, 6],
+        [-1, 3, 4, -6],
+        [0.5, 1, 1.5, 6],
+        [6, 4, 3, 2],
+        [2, -2, 6, -6],
+        [6, 1, 4, -1],
+    ]
+    slots = [block * 64 + token for block in (0, 3) for token in (0, 1, 63)]
+    ops.store_index_k(tensor(k, device), pages.view, torch.tensor(slots, device=device), fmt)
+    values = poison(torch.empty(128, layout.value_bytes, dtype=torch.uint8, device=device))
+    scales = poison(torch.empty(128, 4, dtype=torch.uint8, device=device))
+    table = torch.tensor([[0, 3]], dtype=I32, device=device)
+    ops.gather_index_k(pages.view, table, torch.tensor([0, 128], dtype=I32, device=device), values, scales, fmt)
+    picked = [0, 1, 63, 64, 65, 127]
+    back = oracles.decode_index_k(values.cpu().numpy()[picked], scales.cpu().numpy()[picked], fmt)
+    np.testing.assert_array_equal(back, k)
+
+
+@pytest.mark.parametrize("fmt", list(IndexKFormat))
+def test_case_c1_padded_tokens_store_no_index_k(device: torch.device, rng: np.random.Generator, fmt: str) -> None:
+    """Live data in block 0 and in the last slot of a pool of 5 blocks; one row is real, three are padding."""
+    pages = GuardedPages(index_k_layout(IndexKFormat(fmt), 128, 16), 5, device)
+    pages.fill(rng, fmt)
+    k = rng.standard_normal((4, 128)).astype(np.float32)
+    slots = np.array([2 * 16 + 5, -1, -1, -1])
+    for _ in range(10):
+        ops.store_index_k(tensor(k, device), pages.view, tensor(slots, device), fmt)
+    oracles.place_rows(pages.image, pages.stride, 16, slots, *oracles.index_k_bytes(k, fmt))
+    pages.check()
+
+
+@pytest.mark.parametrize("fmt", list(LatentFormat))
+def test_case_c1_padded_tokens_store_no_latent(device: torch.device, rng: np.random.Generator, fmt: str) -> None:
+    pages = GuardedPages(latent_layout(LatentFormat(fmt), 128, 8, 16), 5, device)
+    pages.fill(rng, fmt)
+    c, rope = (rng.standard_normal((4, width)).astype(np.float32) for width in (128, 8))
+    slots = np.array([-1, -1, 4 * 16 + 14, -1])
+    for _ in range(10):
+        ops.store_latent(tensor(c, device), tensor(rope, device), pages.view, tensor(slots, device), fmt, 0.5)
+    records = oracles.latent_bytes(c, rope, fmt, 0.5)
+    oracles.place_rows(pages.image, pages.stride, 16, slots, records, np.empty((4, 0), np.uint8))
+    pages.check()
+
+
+@pytest.mark.parametrize("store", ["index_k", "latent"])
+def test_a_slot_outside_the_pool_writes_nothing(
+    device: torch.device, request: pytest.FixtureRequest, store: str
+) -> None:
+    """The CPU side says so; a kernel, which cannot, skips the token."""
+    layout = (
+        index_k_layout(IndexKFormat.FP8, 128, 4) if store == "index_k" else latent_layout(LatentFormat.FP8, 8, 4, 4)
+    )
+    pages = GuardedPages(layout, 3, device)
+    slot = torch.tensor([12, -7, 2**40], device=device)
+
+    def run() -> None:
+        if store == "index_k":
+            ops.store_index_k(torch.ones(3, 128, device=device), pages.view, slot, "fp8")
+        else:
+            ops.store_latent(torch.ones(3, 8, device=device), torch.ones(3, 4, device=device), pages.view, slot, "fp8")
+
+    if request.node.callspec.params["device"] == "cpu":
+        with pytest.raises(InvalidValue, match=r"slots must be in 0\.\.11 \(3 pages of 4 tokens\), got 12"):
+            run()
+    else:
+        run()
+    pages.check()
+
+
+def test_no_tokens_is_no_error(device: torch.device) -> None:
+    pages = GuardedPages(index_k_layout(IndexKFormat.FP8, 128, 4), 2, device)
+    none = torch.empty(0, dtype=I64, device=device)
+    ops.store_index_k(torch.empty(0, 128, device=device), pages.view, none, "fp8")
+    values, scales = (torch.empty(0, n, dtype=torch.uint8, device=device) for n in (128, 4))
+    table, start = torch.zeros(2, 1, dtype=I32, device=device), torch.zeros(3, dtype=I32, device=device)
+    ops.gather_index_k(pages.view, table, start, values, scales, "fp8")
+    pages.check()
