@@ -50,7 +50,7 @@ def quantise_fp8(
         exponent = _ceil_exponent(amax, _E4M3_TOP)
         scale, scaled = _power(exponent), groups * _power(254 - exponent).unsqueeze(-1)
     else:
-        scale = amax / E4M3_MAX
+        scale = amax / _e4m3_max(amax)
         scaled = groups / scale.unsqueeze(-1)
     return encode_e4m3(scaled).flatten(-2), scale
 
@@ -177,6 +177,11 @@ def _grouped(x: Tensor, group: int) -> Tensor:
     if group == 0 or x.shape[-1] % group:
         raise InvalidValue(f"a row must be a multiple of {group} values to share scales, got {x.shape[-1]}")
     return torch.unflatten(x.float(), -1, (-1, group))
+
+
+def _e4m3_max(like: Tensor) -> Tensor:
+    """448 as a tensor: torch on CUDA turns a division by a Python number into a product, one rounding away."""
+    return torch.full((), E4M3_MAX, dtype=torch.float32, device=like.device)
 
 
 def _amax(groups: Tensor) -> Tensor:

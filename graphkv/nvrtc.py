@@ -24,7 +24,8 @@ from graphkv.errors import CudaUnavailable, InvalidValue, KernelCompileError
 Defines = Mapping[str, int | str]
 NO_DEFINES: Defines = MappingProxyType({})
 
-_OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v")
+# NVRTC has a cache of its own beside a driver; what comes from it has no log, hence no resource report.
+_OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v", "--no-cache")
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.MULTILINE)
 _ARCH = re.compile(r"sm_\d{2,3}[af]?")
 _NAME = re.compile(r"[A-Za-z_]\w*")
