@@ -52,7 +52,7 @@ class BlockAllocator:
         self._stack[:-1] = np.arange(num_blocks - 1, 0, -1)
         self._free = num_blocks - 1
         self._refs = np.zeros(num_blocks, np.int32)
-        self._last_step = np.zeros(num_blocks, np.int64)  # latest step that a release of a still held id has named
+        self._last_step = np.zeros(num_blocks, np.int64)  # latest step that a release of the id has named
         self._retiring: dict[int, list[Index]] = {}  # step -> ids that become free once it retired
         self._num_retiring = 0
         self._peak_held = 0
@@ -104,7 +104,6 @@ class BlockAllocator:
         np.maximum.at(self._last_step, ids, step)
         gone = np.unique(ids[self._refs[ids] == 0])
         steps = self._last_step[gone]
-        self._last_step[gone] = 0
         for last in np.unique(steps).tolist():
             batch = gone[steps == last]
             if last <= self.retired:
@@ -207,7 +206,6 @@ class BlockTable:
         stale = int(self._stale[row])
         self.need_edits(stale)
         self._note(row, np.arange(stale))
-        self._stale[row] = 0
 
     def take_edits(self, out: Int32s) -> int:
         """Write the noted cells into `out` as (row, column, current id), forget them, and return their number.

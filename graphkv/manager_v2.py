@@ -28,7 +28,7 @@ from graphkv.errors import InvalidValue, OutOfRows
 
 RewindListener = Callable[[int, int, Int32s], None]
 _I32 = np.dtype(np.int32)
-_ZERO, _ONE = np.array(0, np.int32), np.array(1, np.int32)
+_ZERO = np.array(0, np.int32)
 _MAX_TOKENS = 1 << 30  # of a row, so that length + n stays within int32
 
 
@@ -171,7 +171,10 @@ class ManagerV2:
         self.blocks_held.take(batch.rows, None, held, "clip")
         np.greater(want, held, mask)
         short = mask.nonzero()[0]
-        return self._grow(batch.rows[short], held[short], want[short]) if short.size else 0
+        if not short.size:
+            return 0
+        one_each = type(n) is int and n <= self.block_size  # since capacity is never below length
+        return self._grow(batch.rows[short], held[short], want[short], one_each)
 
     def advance(self, rows: ArrayLike, n: ArrayLike) -> None:
         """Move lengths up by `n`, when a step is submitted; `InvalidValue` where capacity does not cover it."""
@@ -227,7 +230,7 @@ class ManagerV2:
         batch = self._batch_of(rows)
         self._shorten(batch, n, "n")
         held = self.blocks_held[batch.rows]
-        keep = np.minimum((batch.tokens + self._round_up) >> self._shift, held)
+        keep = (batch.tokens + self._round_up) >> self._shift
         cell_rows, cell_columns = _cells(batch.rows, keep, held)
         self.table.need_edits(cell_rows.size)
         ids = self.block_table[cell_rows, cell_columns]
@@ -308,7 +311,7 @@ class ManagerV2:
             block = int(differs.argmax())
             raise AssertionError(f"block {block} is in {uses[block]} rows with {self.blocks.refs[block]} references")
 
-    def _grow(self, rows: Index, held: Int32s, want: Int32s) -> int:
+    def _grow(self, rows: Index, held: Int32s, want: Int32s, one_each: bool) -> int:
         """Give `rows`, all short of blocks, the columns held .. want-1; every check comes before the first change."""
         if np.count_nonzero(want > self._columns):
             at = int(want.argmax())
@@ -316,10 +319,7 @@ class ManagerV2:
                 f"row {rows[at]} of length {self.length[rows[at]]} would need {want[at]} blocks, but a row has "
                 f"{self.max_blocks} ({self.max_tokens} tokens); close it or build with more max_blocks"
             )
-        if np.count_nonzero(want - held > _ONE):
-            cell_rows, cell_columns = _cells(rows, held, want)
-        else:
-            cell_rows, cell_columns = rows, held.astype(np.intp)
+        cell_rows, cell_columns = (rows, held.astype(np.intp)) if one_each else _cells(rows, held, want)
         self.table.need_edits(cell_rows.size)
         ids = self.blocks.take(cell_rows.size)
         self.table.write(cell_rows, cell_columns, ids.astype(np.int32))

@@ -70,8 +70,7 @@ def test_a_shared_id_waits_for_the_latest_step_of_its_owners() -> None:
     blocks.retire(6)
     assert blocks.counts() == BlockCounts(total=1, free=0, held=0, retiring=1, peak_held=1)
     blocks.retire(7)
-    again = blocks.take(1)
-    blocks.release(again, step=0)  # the step of an earlier life does not linger
+    blocks.release(blocks.take(1), step=0)  # the steps of an earlier life do not linger
     assert blocks.counts().free == 1
     blocks.check()
 
