@@ -133,7 +133,7 @@ def encode_latent(c: Tensor, rope: Tensor, fmt: LatentFormat, scale: float) -> T
     """
     if fmt is LatentFormat.FP8_DS_MLA:
         tiles = _grouped(c, DS_MLA_TILE)
-        tile_scale = (_amax(tiles) / E4M3_MAX).clamp_min(_FLOAT_TINY)
+        tile_scale = (_amax(tiles) / _e4m3_max(tiles)).clamp_min(_FLOAT_TINY)
         codes = encode_e4m3(tiles / tile_scale.unsqueeze(-1)).flatten(-2)
         return torch.cat((codes, tile_scale.view(torch.uint8), _as_bytes(rope, torch.bfloat16)), dim=-1)
     latent = torch.cat((c, rope), dim=-1)

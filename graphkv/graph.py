@@ -5,7 +5,10 @@ On the CPU device a "graph" is the step function bound to its fixed buffers and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +44,19 @@ class BoundStep:
         self._run()
 
 
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """No object in a cycle dies inside: destroying an old graph or event while a stream captures ends the capture."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class GraphSet:
     """The captured steps by bucket, sharing one private memory pool.
 
@@ -71,18 +87,20 @@ class GraphSet:
         steps: dict[int, CapturedStep | BoundStep] = {}
         pool = torch.cuda.graph_pool_handle() if self._device.is_cuda else None
         for bucket in reversed(self.buckets):
-            if self._device.is_cuda:
-                graph = torch.cuda.CUDAGraph(keep_graph=True)
-                with (
-                    self._device.guard(),
-                    torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
-                ):
-                    kept = run(bucket)
-                graph.instantiate()
-                steps[bucket] = CapturedStep(graph, kept)
-            else:
-                steps[bucket] = BoundStep(lambda bucket=bucket: run(bucket))  # type: ignore[misc]
+            bound = functools.partial(run, bucket)
+            steps[bucket] = self._captured(bound, pool) if self._device.is_cuda else BoundStep(bound)
         self._steps = steps
+
+    def _captured(self, run: Callable[[], Any], pool: Any) -> CapturedStep:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with (
+            _no_garbage_collection(),
+            self._device.guard(),
+            torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
+            kept = run()
+        graph.instantiate()
+        return CapturedStep(graph, kept)
 
     @property
     def nodes(self) -> dict[int, int]:
