@@ -125,10 +125,10 @@ def test_store_latent_writes_the_record_and_nothing_else(
 
 
 @pytest.mark.parametrize(("fmt", "head_dim", "block_size", "gap"), GATHER)
-def test_gather_index_k_copies_the_rows_and_nothing_else(
+def test_case_D2_gather_index_k_copies_the_rows_and_nothing_else(
     device: torch.device, rng: np.random.Generator, fmt: str, head_dim: int, block_size: int, gap: int
 ) -> None:
-    """Also case D2: page strides that are no multiple of 16."""
+    """Also for page strides that are no multiple of 16."""
     layout = index_k_layout(IndexKFormat(fmt), head_dim, block_size)
     pages = GuardedPages(layout, 9, device, gap)
     pages.fill(rng, fmt)
@@ -167,7 +167,7 @@ def test_store_index_k_puts_the_worked_position_where_the_golden_vector_says(
 
 
 @pytest.mark.parametrize(("fmt", "value_bytes", "page_bytes"), [("fp8", 128, 64 * 132), ("fp4", 64, 64 * 68)])
-def test_case_d1_scales_stand_behind_all_values_of_the_page(
+def test_case_D1_scales_stand_behind_all_values_of_the_page(
     device: torch.device, fmt: str, value_bytes: int, page_bytes: int
 ) -> None:
     tokens, blocks = (0, 1, 63), (0, 1, 6)
@@ -187,7 +187,7 @@ def test_case_d1_scales_stand_behind_all_values_of_the_page(
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "fp4"])
-def test_case_d3_elements_come_back_in_order(device: torch.device, fmt: str) -> None:
+def test_case_D3_elements_come_back_in_order(device: torch.device, fmt: str) -> None:
     """Elements 0, 1, 126, 127 of tokens 0, 1, 63 in the first and last block: stored, gathered, compared."""
     layout = index_k_layout(IndexKFormat(fmt), 128, 64)
     pages = GuardedPages(layout, 4, device)
@@ -212,7 +212,7 @@ def test_case_d3_elements_come_back_in_order(device: torch.device, fmt: str) -> 
 
 
 @pytest.mark.parametrize("fmt", list(IndexKFormat))
-def test_case_c1_padded_tokens_store_no_index_k(device: torch.device, rng: np.random.Generator, fmt: str) -> None:
+def test_case_C1_padded_tokens_store_no_index_k(device: torch.device, rng: np.random.Generator, fmt: str) -> None:
     """Live data in block 0 and in the last slot of a pool of 5 blocks; one row is real, three are padding."""
     pages = GuardedPages(index_k_layout(IndexKFormat(fmt), 128, 16), 5, device)
     pages.fill(rng, fmt)
@@ -225,7 +225,7 @@ def test_case_c1_padded_tokens_store_no_index_k(device: torch.device, rng: np.ra
 
 
 @pytest.mark.parametrize("fmt", list(LatentFormat))
-def test_case_c1_padded_tokens_store_no_latent(device: torch.device, rng: np.random.Generator, fmt: str) -> None:
+def test_case_C1_padded_tokens_store_no_latent(device: torch.device, rng: np.random.Generator, fmt: str) -> None:
     pages = GuardedPages(latent_layout(LatentFormat(fmt), 128, 8, 16), 5, device)
     pages.fill(rng, fmt)
     c, rope = (rng.standard_normal((4, width)).astype(np.float32) for width in (128, 8))

@@ -187,7 +187,7 @@ def check_page(pages: torch.Tensor, page: int, want: np.ndarray[Any, Any]) -> No
     np.testing.assert_array_equal(pages[page].reshape(-1).cpu().numpy(), want, err_msg=f"page {page}")
 
 
-def test_case_c3_index_k_beyond_2_to_31_bytes(device: torch.device, rng: np.random.Generator) -> None:
+def test_case_C3_index_k_beyond_2_to_31_bytes(device: torch.device, rng: np.random.Generator) -> None:
     layout = index_k_layout(IndexKFormat.FP8, 128, 64)
     count = EDGE + 300
     used = [0, EDGE - 1, EDGE, EDGE + 1, count - 1]
@@ -225,7 +225,7 @@ def test_case_c3_index_k_beyond_2_to_31_bytes(device: torch.device, rng: np.rand
     [("fp8_ds_mla", 2**31), ("bf16", 2**31), ("bf16", 2**32)],
     ids=["ds_mla", "bf16", "bf16 elements"],
 )
-def test_case_c3_latents_beyond_2_to_31_bytes_and_elements(
+def test_case_C3_latents_beyond_2_to_31_bytes_and_elements(
     device: torch.device, rng: np.random.Generator, fmt: str, beyond: int
 ) -> None:
     layout = latent_layout(LatentFormat(fmt), 512, 64, 64)

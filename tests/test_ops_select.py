@@ -199,7 +199,7 @@ def test_sparse_mla_decode_attends_to_the_selected_tokens(
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "fp4"])
-def test_case_c1_padded_tokens_select_and_read_nothing(
+def test_case_C1_padded_tokens_select_and_read_nothing(
     device: torch.device, rng: np.random.Generator, fmt: str
 ) -> None:
     """One real token and three padded ones through the whole chain; the padded ones end as zeros."""
@@ -230,8 +230,8 @@ def test_case_c1_padded_tokens_select_and_read_nothing(
     latents.check()
 
 
-def test_contexts_past_the_table_are_not_read(device: torch.device, request: pytest.FixtureRequest) -> None:
-    """Case C2's kind: no column past the table is read; the CPU side says so, the kernel clamps or gives no slot."""
+def test_case_C2_contexts_past_the_table_are_not_read(device: torch.device, request: pytest.FixtureRequest) -> None:
+    """No column past the table is read; the CPU side says so, the kernel clamps or gives no slot."""
     logits = torch.arange(12.0, device=device).repeat(1, 1)
     table = torch.tensor([[7, 9]], dtype=I32, device=device)
     slot, position = (poison(torch.empty(1, 4, dtype=I32, device=device)) for _ in range(2))
