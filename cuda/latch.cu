@@ -78,7 +78,7 @@ extern "C" __global__ void latch(LiveSet live, StepState state, const i32* frame
   GK_DYN_SHARED(i32, shared);  // [rows + 32]
   __shared__ u32 check[33];
   __shared__ i32 word;
-  const i32 next = *state.step + 1;
+  const i32 next = next_step(state);
   const Packet packet = check_packet(next & 1 ? frame1 : frame0, next, rows, tokens, packet_words, check);
   const i32 r = blockIdx.x, live_tokens = packet.accepted ? packet.tokens : 0;
 

@@ -4,10 +4,10 @@
 // launch  grid 1 (small reads of host memory from many CTAs queue up behind each other), 512 threads
 #include "step_state.cuh"
 
-extern "C" __global__ void pull(const int4* host0, const int4* host1, int4* device0, int4* device1, const i32* step,
+extern "C" __global__ void pull(const int4* host0, const int4* host1, int4* device0, int4* device1, StepState state,
                                 i32 packet_words) {
   __shared__ i32 header[HEADER_WORDS];
-  const i32 odd = (*step + 1) & 1, pieces = packet_words / 4, thread = threadIdx.x;
+  const i32 odd = next_step(state) & 1, pieces = packet_words / 4, thread = threadIdx.x;
   const int4* host = odd ? host1 : host0;
   int4* device = odd ? device1 : device0;
   // The first piece of every thread is fetched beside the header that tells how many are used: one trip over the bus.

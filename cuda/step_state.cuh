@@ -18,3 +18,6 @@ struct StepState {
 constexpr int HEADER_WORDS = 16, RECORD_WORDS = 4, EDIT_WORDS = 3;
 enum HeaderWord { STEP, CHECKSUM, ROWS, TOKENS, EDITS, TOKEN_WORDS, BUCKET };
 constexpr i32 KEEP_LENGTH = -1;
+
+// Step numbers go around at 2^31; their parity, which picks the frame and the ring line, does not notice.
+__device__ __forceinline__ i32 next_step(const StepState& state) { return (i32)(((u32)*state.step + 1) & 0x7fffffffu); }

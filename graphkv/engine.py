@@ -17,7 +17,7 @@ from graphkv.graph import GraphSet
 from graphkv.latch import CudaNodes, HostNodes, Ring, StepNodes
 from graphkv.layout import Role, Side
 from graphkv.metadata import DerivePlan, LiveSet, LiveShape, SideBinding, StepMetadata, StepState
-from graphkv.packet import PacketSize
+from graphkv.packet import STEP_MASK, PacketSize
 from graphkv.pool import Pools
 from graphkv.step import StepContext, StepKind, StepModel, StepOutput, Workspace
 
@@ -183,7 +183,7 @@ class StepEngine:
         self._frames.of(step).done.synchronize()
         self.retired = step
         line = step & 1
-        if self._ring.header[line][0] != step:
+        if self._ring.header[line][0] != step & STEP_MASK:
             return None
         return RawResult(self._ring.accepted[line], self._ring.emitted[line])
 
@@ -206,7 +206,7 @@ class StepEngine:
             self._device.synchronize()
             self._frames.forget()
             self._state.fault.zero_()
-            self._state.step.fill_(self.submitted)
+            self._state.step.fill_(self.submitted & STEP_MASK)
             self._state.length.copy_(torch.from_numpy(length))
             self._state.block_table.copy_(torch.from_numpy(block_table))
             self._device.synchronize()

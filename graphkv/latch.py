@@ -74,7 +74,7 @@ class CudaNodes:
         self._state_struct = state.struct()
         self._words = device_arenas[0].shape[0]
         self._latch = load("latch.cu", "latch", "SSPPiii")
-        self._pull = load("pull.cu", "pull", "PPPPPi")
+        self._pull = load("pull.cu", "pull", "PPPPSi")
         self._derive = load("derive.cu", "derive", "SSPPPiiii")
         self._advance = load("advance.cu", "advance", "SSPPPPiii")
         self._packed: dict[tuple[object, ...], PackedArgs] = {}
@@ -87,8 +87,7 @@ class CudaNodes:
 
     def latch(self, rows: int, tokens: int, stream: int) -> None:
         if self._host_arenas is not None:
-            step = self._state.step
-            packed = self._args(self._pull, *self._host_arenas, *self._device_arenas, step, self._words)
+            packed = self._args(self._pull, *self._host_arenas, *self._device_arenas, self._state_struct, self._words)
             self._pull.launch(1, 512, packed, stream)
         target = self._structs[Side.TARGET]
         packed = self._args(self._latch, target, self._state_struct, *self._device_arenas, rows, tokens, self._words)
@@ -149,7 +148,7 @@ class HostNodes:
 
     def latch(self, rows: int, tokens: int, stream: int) -> None:
         state, target = self._state, self._live[Side.TARGET]
-        step = int(state.step[0]) + 1
+        step = (int(state.step[0]) + 1) & pk.STEP_MASK
         frame = self._frames[step & 1]
         live = {name: tensor.numpy() for name, tensor in target.views(rows, tokens).tensors().items()}
         accepted = self._accepted_packet(frame, step, rows, tokens)

@@ -32,6 +32,9 @@ EDIT_ROW, EDIT_COLUMN, EDIT_BLOCK = range(EDIT_WORDS)
 KEEP_LENGTH = -1
 """Length edit "none". A value >= 0 sets the row's length; a value v < -1 takes off -v - 1 tokens (a rewind)."""
 
+STEP_MASK = 2**31 - 1
+"""Step numbers rise without end on the host; packets, the device and the ring carry them modulo 2**31."""
+
 DEVICE_TOKENS = -1
 """Token offset "none": the row's query tokens are the ones the last step left on the device."""
 
@@ -119,7 +122,7 @@ class PacketWriter:
     def seal(self, step: int, *, rows: int, tokens: int, edits: int, token_words: int, bucket: int) -> int:
         """Write header and checksum; returns the bytes used, rounded up to 16."""
         words = self.words
-        words[STEP] = step
+        words[STEP] = step & STEP_MASK
         words[CHECKSUM] = 0
         words[ROWS] = rows
         words[TOKENS] = tokens

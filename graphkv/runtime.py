@@ -127,7 +127,7 @@ class DecodeRuntime:
         self._closing: dict[int, list[Sequence]] = {}  # closed with steps in flight, by the last of these
         self._results: OrderedDict[int, StepResult] = OrderedDict()
         self._stale: StaleFrame | None = None
-        self._changes = 0  # counts what can make a batch unfit to step
+        self._era = object()  # another one after each change that can make a batch unfit to step
         with self.device.guard():
             self.pools = Pools(config, num_blocks, self.device)
             shape = EngineShape(max_rows, max_blocks, buckets, next_n, max_edits, prefill_chunk)
@@ -155,7 +155,7 @@ class DecodeRuntime:
         self._reserve_edits(self.manager.max_blocks)
         row = self.manager.open(prompt.size)
         self._tokens.start(row, prompt)
-        self._changes += 1
+        self._era = object()
         return Sequence(self, row, int(self.manager.serial[row]))
 
     def append(self, sequence: Sequence, tokens: npt.ArrayLike) -> None:
@@ -169,7 +169,7 @@ class DecodeRuntime:
                 f"appending {more.size} tokens to {known} is not within 1 .. max_seq_len {self.max_seq_len} in all"
             )
         self._tokens.append(sequence.row, more)
-        self._changes += 1
+        self._era = object()
 
     def rewind(self, sequence: Sequence, tokens: int) -> None:
         """Forget the last `tokens` tokens that were fed: the one at the new length is fed next.
@@ -184,7 +184,7 @@ class DecodeRuntime:
         self.retire()
         self.manager.rewind(np.array([row], np.int32), tokens, self._engine.submitted)
         self._tokens.rewound(row, int(self.manager.length[row]))
-        self._changes += 1
+        self._era = object()
 
     def close(self, sequence: Sequence) -> None:
         """End a sequence; its blocks and row are reused once the steps that may touch them retired. Idempotent."""
@@ -199,7 +199,7 @@ class DecodeRuntime:
             sequence.keep(self._tokens.of(sequence.row))
         self.manager.close(sequence.row, last, sequence.serial)
         self._tokens.mark(sequence.row)
-        self._changes += 1
+        self._era = object()
 
     def known_tokens(self, sequence: Sequence) -> npt.NDArray[np.int32]:
         """int32 [n], the tokens that the host knows of a sequence whose row is still its own."""
@@ -225,7 +225,7 @@ class DecodeRuntime:
         """
         if not isinstance(batch, Batch):
             batch = Batch(batch)
-        if batch.checked_at != self._changes:
+        if batch.era is not self._era:
             self._check_batch(batch)
         bucket = self._engine.graphs.bucket_for(len(batch))
         frame = self._make_room(batch, self.next_n, 2 * len(batch))
@@ -255,6 +255,8 @@ class DecodeRuntime:
             raise InvalidValue("prefill needs at least one sequence, got none")
         for sequence in batch:
             self._owned(sequence)
+        if len(set(batch.rows.tolist())) < len(batch):
+            raise InvalidValue(f"a sequence is named more than once in {list(batch.sequences)}")
         if self._tokens.ready[batch.rows].any():
             idle = batch.sequences[int(self._tokens.ready[batch.rows].argmax())]
             raise InvalidValue(f"{idle} has nothing to prefill; step it")
@@ -280,7 +282,7 @@ class DecodeRuntime:
         max_context = -(-int(ends.max()) // self.config.block_size) * self.config.block_size
         step = self._engine.submit_prefill(packet, len(batch), total, max_context)
         self._tokens.ready[rows] = emits
-        self._changes += 1
+        self._era = object()
         return self._note(step, _Job(batch, counts, emits))
 
     def _check_batch(self, batch: Batch) -> None:
@@ -294,7 +296,7 @@ class DecodeRuntime:
             raise InvalidValue(
                 f"{batch.sequences[int((~ready).argmax())]} has tokens that no step has fed yet; prefill it first"
             )
-        batch.checked_at = self._changes
+        batch.era = self._era
 
     def _require_blocks(self, batch: Batch, target: npt.NDArray[np.int64]) -> None:
         """Refuse a prefill that cannot end, before its first chunk."""
@@ -416,7 +418,7 @@ class DecodeRuntime:
             self.manager.settle(job.batch.rows, job.credited, job.batch.serials)
         if self._stale is None:
             self._stale = StaleFrame(*self._engine.first_fault)
-            self._changes += 1
+            self._era = object()
 
     def _raise_if_stale(self) -> None:
         if self._stale is not None:
@@ -439,7 +441,7 @@ class DecodeRuntime:
             tokens.ready[row] = tokens.known[row] == manager.length[row] + 1 and manager.length[row] > 0
             tokens.mark(row, supply=bool(tokens.ready[row]))
         self._stale = None
-        self._changes += 1
+        self._era = object()
 
     # looking and leaving ------------------------------------------------------------------------------------------
 

@@ -61,13 +61,13 @@ class Batch:
         serials: int64 [B], their rows' serials.
     """
 
-    __slots__ = ("checked_at", "rows", "sequences", "serials")
+    __slots__ = ("era", "rows", "sequences", "serials")
 
     def __init__(self, sequences: AbstractSequence[Sequence]) -> None:
         self.sequences = tuple(sequences)
         self.rows = np.fromiter((sequence.row for sequence in self.sequences), np.int32, len(self.sequences))
         self.serials = np.fromiter((sequence.serial for sequence in self.sequences), np.int64, len(self.sequences))
-        self.checked_at = -1  # the runtime's change count when this batch was last found fit to step
+        self.era: object = None  # the runtime's era in which this batch was last found fit to step
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -25,7 +25,7 @@ class HostKernelNodes:
         self.words = host[0].shape[0]
 
     def latch(self, rows: int, tokens: int, stream: int) -> None:
-        build("pull.cu").launch("pull", 1, 512, [*self.host, *self.device, self.state.step, self.words])
+        build("pull.cu").launch("pull", 1, 512, [*self.host, *self.device, self.state.struct(), self.words])
         args = [self.live[Side.TARGET].struct(), self.state.struct(), *self.device, rows, tokens, self.words]
         build("latch.cu").launch("latch", rows + 1, 256, args, (rows + 32) * 4)
 
@@ -108,7 +108,7 @@ class World:
         bucket: int | None = None,
     ) -> np.ndarray:
         """Write the next step's packet into its frame, and what it changes into the host copy; the packet's words."""
-        step = self.step + 1 if step is None else step
+        step = (self.step + 1) & pk.STEP_MASK if step is None else step
         writer = self.writers[step & 1]
         edits, length_edits, supplied = edits or {}, length_edits or {}, supplied or {}
         records = writer.records(np.array(rows, np.int32), self.next_n)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -157,6 +159,7 @@ def test_rows_run_out_and_come_back(device: torch.device) -> None:
         (lambda r, a, b: r.step([b]), "prefill it first"),
         (lambda r, a, b: r.step([a, a]), "named more than once"),
         (lambda r, a, b: r.prefill([a]), "nothing to prefill"),
+        (lambda r, a, b: r.prefill([b, b]), "named more than once"),
         (lambda r, a, b: r.prefill([]), "at least one sequence"),
         (lambda r, a, b: r.open([]), "0 tokens is not within 1 .. max_seq_len 112"),
         (lambda r, a, b: r.open(np.zeros(113, int)), "113 tokens is not within"),
@@ -219,6 +222,55 @@ def test_a_list_and_a_batch_are_the_same_and_a_batch_notices_changes(device: tor
     with pytest.raises(InvalidValue, match="closed"):
         runtime.step(batch)
     shadow.check()
+
+
+def test_a_batch_found_fit_by_one_runtime_is_checked_by_another() -> None:
+    runtimes = [probe_runtime("cpu") for _ in range(2)]
+    batches = []
+    for runtime, _, shadow in runtimes:
+        sequence = shadow.open(1, 4)
+        shadow.prefill([sequence])
+        batches.append(Batch([sequence]))
+        runtime.step(batches[-1])
+    with pytest.raises(InvalidValue, match="belongs to another runtime"):
+        runtimes[0][0].step(batches[1])
+
+
+def test_step_numbers_go_around_on_the_device(device: torch.device) -> None:
+    runtime, _, shadow = probe_runtime(device)
+    a = shadow.open(1, 14)
+    shadow.prefill([a])
+    runtime.retire()
+    engine = runtime._engine
+    first = 2**31 - 4 + (engine.submitted & 1)  # the frames' turn stays
+    engine.submitted = engine.retired = first
+    engine.reset(runtime.manager.length, runtime.manager.block_table)
+    for _ in range(8):
+        last = shadow.step([a])
+    assert last == first + 8 > 2**31
+    assert runtime.results(last).tokens.tolist() == [[PER_REQUEST + 22]]
+    shadow.check()
+
+
+def test_a_runtime_can_be_used_from_another_thread(device: torch.device) -> None:
+    shadow = probe_runtime(device)[2]
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            a, b = shadow.open(1, 14), shadow.open(2, 50)
+            shadow.prefill([a, b])
+            for _ in range(5):
+                shadow.step([b, a])
+            shadow.check()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
 
 
 class Tamper:

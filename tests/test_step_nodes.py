@@ -13,7 +13,11 @@ from graphkv import packet as pk
 from graphkv.layout import IndexKFormat, Side
 from graphkv.metadata import DerivePlan
 
-EXECUTORS = ("numpy", "kernels", pytest.param("cuda", marks=pytest.mark.gpu))
+EXECUTORS = (
+    "numpy",
+    pytest.param("kernels", marks=pytest.mark.host),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+)
 
 
 @pytest.fixture(params=EXECUTORS)
@@ -191,6 +195,16 @@ def test_a_packet_that_is_not_the_next_whole_one_writes_nothing(executor: str, h
     assert world.state.fault[:3].tolist() == [1, 2, found]
     assert world.state.healthy.tolist() == [0]
     assert (world.ring.lines[0] == -7).all()
+
+
+def test_step_numbers_go_around(executor: str) -> None:
+    world = World(executor)
+    world.state.step.fill_(pk.STEP_MASK - 1)
+    for step in (pk.STEP_MASK - 1, pk.STEP_MASK):
+        world.step = step
+        world.publish([1], edits={(1, 0): 3}, length_edits={1: 5})
+        assert_live(world.latch(), world.expected([(1, 5, 1)], 4, 4))
+    assert world.state.step.tolist() == [0]
 
 
 BATCH = st.lists(st.integers(0, 5), min_size=0, max_size=4, unique=True)
