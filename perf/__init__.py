@@ -1,0 +1,1 @@
+"""Benchmarks. A package, so that its modules never meet the tests' modules of the same names."""
