@@ -1,0 +1,1 @@
+"""Attachments to models of other libraries. None of them is imported by graphkv itself."""
