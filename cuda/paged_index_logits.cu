@@ -14,8 +14,10 @@
 
 using namespace gk;
 
-constexpr i32 TILE = 64, KEY_THREADS = 16, KEYS = TILE / KEY_THREADS;  // a thread holds KEYS keys times HEADS_EACH heads
-constexpr i32 HEAD_THREADS = 8, HEADS_EACH = HEADS >= 64 ? 8 : (HEADS + 7) / 8, HEAD_TILE = HEAD_THREADS * HEADS_EACH;
+// A thread holds KEYS keys times HEADS_EACH heads.
+constexpr i32 TILE = 64, KEY_THREADS = 16, KEYS = TILE / KEY_THREADS;
+constexpr i32 HEAD_THREADS = 8, HEADS_EACH = HEADS >= 64 ? 8 : (HEADS + 7) / 8;
+constexpr i32 HEAD_TILE = HEAD_THREADS * HEADS_EACH;
 constexpr i32 QUADS = (HEAD_DIM + 3) / 4, ROW = QUADS + 1;  // float4s of a row; one more keeps shared banks apart
 constexpr i32 VALUE_BYTES = FORMAT == GK_FP32 ? 4 * HEAD_DIM : FORMAT == GK_BF16 ? 2 * HEAD_DIM
                             : FORMAT == GK_FP8 ? HEAD_DIM : HEAD_DIM / 2;

@@ -15,8 +15,7 @@ using namespace gk;
 
 constexpr i32 THREADS = 256, HEAD_TILE = 16, KEY_TILE = 16;
 constexpr i32 WIDTH = (RANK + ROPE + 63) / 64 * 64, QUADS = WIDTH / 4;  // of a row in shared memory, zeros at its end
-constexpr i32 VALUE_THREADS = THREADS / 2;                              // each half of the CTA sums up half of the heads
-constexpr i32 HEADS_EACH = HEAD_TILE / 2;
+constexpr i32 VALUE_THREADS = THREADS / 2, HEADS_EACH = HEAD_TILE / 2;  // half of the CTA sums up half of the heads
 constexpr i32 VALUE_QUADS = (RANK + 3) / 4, QUADS_EACH = (VALUE_QUADS + VALUE_THREADS - 1) / VALUE_THREADS;
 constexpr i32 ROPE_START = RANK + 4 * (RANK / 128);  // of an fp8_ds_mla record
 constexpr i32 TOKEN_BYTES = FORMAT == GK_FP8_DS_MLA ? ROPE_START + 2 * ROPE
@@ -120,14 +119,14 @@ GK_DEVICE void weigh_tile(KeyTile& tile, float softmax_scale, float& largest, fl
   if (key == 0) tile.rescale[head] = rescale;
 }
 
+GK_DEVICE float4 scaled(float4 v, float by) { return {v.x * by, v.y * by, v.z * by, v.w * by}; }
+
 GK_DEVICE void add_values(float4 (&acc)[HEADS_EACH][QUADS_EACH], const KeyTile& tile, const float4* latents,
                           i32 first_head, i32 value_thread) {
 #pragma unroll
-  for (i32 i = 0; i < HEADS_EACH; ++i) {
-    const float by = tile.rescale[first_head + i];
+  for (i32 i = 0; i < HEADS_EACH; ++i)
 #pragma unroll
-    for (i32 e = 0; e < QUADS_EACH; ++e) acc[i][e] = {acc[i][e].x * by, acc[i][e].y * by, acc[i][e].z * by, acc[i][e].w * by};
-  }
+    for (i32 e = 0; e < QUADS_EACH; ++e) acc[i][e] = scaled(acc[i][e], tile.rescale[first_head + i]);
 #pragma unroll 1
   for (i32 key = 0; key < KEY_TILE; key += 4) {
 #pragma unroll
@@ -151,11 +150,14 @@ GK_DEVICE void add_values(float4 (&acc)[HEADS_EACH][QUADS_EACH], const KeyTile& 
 
 GK_DEVICE void write_values(void* out, const float4 (&acc)[HEADS_EACH][QUADS_EACH], const KeyTile& tile, i32 first_head,
                             i32 heads, i32 value_thread) {
-  for (i32 i = 0; i < HEADS_EACH && first_head + i < heads; ++i) {
-    const float by = tile.rescale[first_head + i];
+#pragma unroll
+  for (i32 i = 0; i < HEADS_EACH; ++i) {
+    if (first_head + i >= heads) break;
+#pragma unroll
     for (i32 e = 0; e < QUADS_EACH; ++e) {
       const i32 column = 4 * (value_thread + e * VALUE_THREADS);
-      const float x[4] = {acc[i][e].x * by, acc[i][e].y * by, acc[i][e].z * by, acc[i][e].w * by};
+      const float4 v = scaled(acc[i][e], tile.rescale[first_head + i]);
+      const float x[4] = {v.x, v.y, v.z, v.w};
       for (i32 j = 0; j < 4 && column + j < RANK; ++j) {
         const i32 at = (first_head + i) * RANK + column + j;
         if (SOURCE == GK_FP32) static_cast<float*>(out)[at] = x[j];
@@ -196,6 +198,6 @@ sparse_mla_decode(const void* q, const u8* pages, i64 page_stride, i64 num_slots
   __syncthreads();  // the last values were added with the last tile's factors
   if (threadIdx.x % KEY_TILE == 0) tile.rescale[threadIdx.x / KEY_TILE] = sum == 0.0f ? 0.0f : 1.0f / sum;
   __syncthreads();
-  const i64 element_bytes = SOURCE == GK_FP32 ? 4 : 2;
-  write_values(static_cast<u8*>(out) + token_head * RANK * element_bytes, acc, tile, first_head, tile_heads, value_thread);
+  void* token_out = static_cast<u8*>(out) + token_head * RANK * (SOURCE == GK_FP32 ? 4 : 2);
+  write_values(token_out, acc, tile, first_head, tile_heads, value_thread);
 }

@@ -64,9 +64,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 def slots_of(rng: np.random.Generator, layout: PageLayout, num_pages: int, tokens: int) -> np.ndarray[Any, Any]:
     """Distinct slots, the first and the last one among them, and two -1."""
     last = num_pages * layout.block_size - 1
-    slots = np.concatenate([[0, last], 1 + rng.permutation(last - 1)])[:tokens].astype(np.int64)
+    slots = np.concatenate([[0, last, -1, -1], 1 + rng.permutation(last - 1)])[:tokens].astype(np.int64)
     rng.shuffle(slots)
-    slots[[2, tokens - 1]] = -1
     return slots
 
 
@@ -88,10 +87,8 @@ def test_store_index_k_writes_the_row_and_nothing_else(
 ) -> None:
     pages = GuardedPages(index_k_layout(IndexKFormat(fmt), head_dim, block_size), 6, device, gap)
     k = places.rows(rng, 19, head_dim)
-    wide = tensor(
-        ordinary(np.pad(k, ((0, 0), (3, 2)))) if fmt in ("fp32", "bf16") else np.pad(k, ((0, 0), (3, 2))), device
-    )
-    given = wide.to(dtype)[:, 3 : 3 + head_dim]  # rows neither aligned nor side by side
+    wide = np.pad(ordinary(k) if fmt in ("fp32", "bf16") else k, ((0, 0), (3, 2)))
+    given = tensor(wide, device).to(dtype)[:, 3 : 3 + head_dim]  # rows neither aligned nor side by side
     slots = slots_of(rng, pages.layout, 6, 19)
     ops.store_index_k(given, pages.view, tensor(slots, device), fmt, mode, 1e-4)
     values, scales = oracles.index_k_bytes(given.float().cpu().numpy(), fmt, mode == "linear", 1e-4)
