@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from graphkv.errors import InvalidValue
-from graphkv.layout import DS_MLA_TILE, FP4_GROUP, FP8_GROUP, IndexKFormat, LatentFormat, ScaleMode
+from graphkv.layout import DS_MLA_TILE, FP4_GROUP, FP8_GROUP, MIN_AMAX_FLOOR, IndexKFormat, LatentFormat, ScaleMode
 
 E4M3_MAX = 448.0
-MIN_AMAX_FLOOR = 2.0**-100  # below it the exponent of a scale, or of its inverse, would leave the range of a float
 _FLOAT_MAX = torch.finfo(torch.float32).max
 _FLOAT_TINY = torch.finfo(torch.float32).tiny
 _E4M3_NAN = 0x7F

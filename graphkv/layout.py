@@ -13,6 +13,7 @@ from graphkv.errors import InvalidValue
 
 FP8_GROUP = 128  # index K values that share one fp32 scale
 FP4_GROUP = 32  # index K values that share one UE8M0 exponent byte
+MIN_AMAX_FLOOR = 2.0**-100  # below it the exponent of a scale, or of its inverse, would leave the range of a float
 DS_MLA_TILE = 128  # latent values that share one fp32 scale in fp8_ds_mla
 
 
