@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import shutil
 import subprocess
@@ -33,10 +34,15 @@ def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
     machine_info["graphkv"] = facts()
 
 
+def pytest_configure() -> None:
+    torch.set_num_threads(1)  # on few cores a second thread makes CPU figures a matter of luck
+
+
 @pytest.fixture(autouse=True)
 def _one_call_each() -> Iterator[None]:
     count_calls(1)
     yield
+    gc.collect()  # captured graphs hold memory and die in cycles
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -1,0 +1,182 @@
+"""The tables of RESULTS.md out of pytest-benchmark's JSON: python -m perf.report FILE... [--stat median|min].
+
+Several files are joined; where a benchmark is in more than one, the later file counts. Times are microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+WAY_NAMES = {"graph-copy": "graph, copy", "graph-pull": "graph, pull", "eager": "eager", "engine": "the engines' way"}
+
+
+class Figure(NamedTuple):
+    """One benchmark: its facts and its time."""
+
+    info: dict[str, Any]
+    us: float
+
+
+class Run(NamedTuple):
+    """What one or more JSON files say."""
+
+    figures: list[Figure]
+    machine: str
+
+    def of(self, table: str, **facts: Any) -> list[Figure]:
+        wanted = {"table": table, **facts}
+        return [f for f in self.figures if all(f.info.get(name) == value for name, value in wanted.items())]
+
+    def time(self, table: str, **facts: Any) -> float | None:
+        found = self.of(table, **facts)
+        return found[0].us if found else None
+
+
+def read(paths: Iterable[Path], stat: str) -> Run:
+    """Join the benchmarks of some JSON files."""
+    figures: dict[str, Figure] = {}
+    machines: dict[str, None] = {}
+    for path in paths:
+        data = json.loads(path.read_text())
+        machines[_machine(data)] = None
+        for bench in data["benchmarks"]:
+            figures[bench["fullname"]] = Figure(bench["extra_info"], bench["stats"][stat] * 1e6)
+    return Run(list(figures.values()), "\n\n".join(machines))
+
+
+def _machine(data: dict[str, Any]) -> str:
+    info = data["machine_info"]
+    cpu = f"{info.get('cpu', {}).get('brand_raw', '?')}, {info.get('cpu', {}).get('count', '?')} cores"
+    facts = ", ".join(f"{name} {value}" for name, value in info.get("graphkv", {}).items())
+    return f"{data['datetime'][:10]}, commit {data['commit_info'].get('id', '?')[:10]}: {cpu}; {facts}."
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> Iterator[str]:
+    """A markdown table, nothing if it has no rows."""
+    cells = [tuple(_cell(value) for value in row) for row in rows]
+    if not cells:
+        return
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in cells:
+        yield f"| {' | '.join(row)} |"
+    yield ""
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return str(value)
+
+
+def _ratio(above: float | None, below: float | None) -> str | None:
+    return None if above is None or not below else f"{above / below:.1f}x"
+
+
+def host(run: Run) -> Iterator[str]:
+    rows = []
+    for figure in run.of("host"):
+        way, device, batch = (figure.info[name] for name in ("way", "device", "rows"))
+        if way != "eager":
+            twin = run.time("host", way="eager", device=device, rows=batch)
+            name = "cpu" if device == "cpu" else f"GPU, {way}"
+            rows.append((name, batch, figure.us, twin, _ratio(twin, figure.us)))
+    yield from table(("device", "batch", "`test_host_step` us", "`test_host_step_eager` us", "ratio"), rows)
+
+
+def parts(run: Run) -> Iterator[str]:
+    ways = sorted({(f.info["device"], f.info["way"]) for f in run.of("parts")})
+    names = list(dict.fromkeys(f.info["part"] for f in run.of("parts")))
+    head = ("part, batch 256", *(device if device == "cpu" else f"GPU, {way}" for device, way in ways))
+    rows = [(name, *(run.time("parts", part=name, device=d, way=w) for d, w in ways)) for name in names]
+    yield from table(head, rows)
+
+
+def around(run: Run) -> Iterator[str]:
+    rows = [
+        (f.info["way"], f.info["device"], f.info["rows"], f.us) for kind in ("retire", "launch") for f in run.of(kind)
+    ]
+    yield from table(("once a step too", "device", "batch", "us"), rows)
+
+
+def latch(run: Run) -> Iterator[str]:
+    empty = run.time("latch", nodes="empty")
+    if empty is None:
+        return
+    yield f"An empty one-node graph reads {empty:.2f} us the same way.\n"
+    rows = []
+    for figure in run.of("latch"):
+        if figure.info["nodes"] != "empty":
+            facts = [figure.info[name] for name in ("nodes", "upload", "rows", "columns", "next_n", "contexts")]
+            added, probe = figure.us - empty, figure.info.get("probe_us")
+            rows.append((*facts, figure.us, added, probe, None if probe is None else f"{added - probe:+.1f}"))
+    head = ("nodes", "upload", "batch", "columns", "next_n", "contexts", "us", "added us", "probe us", "difference")
+    yield from table(head, rows)
+
+
+def kernels(run: Run) -> Iterator[str]:
+    rows = []
+    for figure in run.of("kernels"):
+        info = figure.info
+        floor, peer = info.get("floor_us"), info.get("peer_us")
+        rate = None if floor is None else f"{info['bytes'] / figure.us / 1e6:.2f}"
+        rows.append(
+            (
+                info["kernel"],
+                info["size"],
+                figure.us,
+                rate,
+                floor,
+                _ratio(figure.us, floor),
+                peer,
+                _ratio(figure.us, peer),
+            )
+        )
+    head = ("kernel", "size", "us", "TB/s", "floor us", "over floor", "best peer us", "over peer")
+    yield from table(head, rows)
+
+
+def step(run: Run) -> Iterator[str]:
+    rows = []
+    for figure in run.of("step", way="graph-copy"):
+        facts = {name: figure.info[name] for name in ("figure", "device", "rows")}
+        times = {way: run.time("step", way=way, **facts) for way in WAY_NAMES}
+        rows.append((*facts.values(), *times.values(), _ratio(times["engine"], figure.us)))
+    head = ("figure", "device", "batch", *(f"{name}, us" for name in WAY_NAMES.values()), "engines' / graph, copy")
+    yield from table(head, rows)
+
+
+SECTIONS: dict[str, tuple[Callable[[Run], Iterator[str]], ...]] = {
+    "Host side of a step": (host, parts, around),
+    "Metadata in the graph": (latch,),
+    "Kernels": (kernels,),
+    "A whole step": (step,),
+}
+
+
+def report(run: Run) -> str:
+    """All tables that the run has figures for, under its machines."""
+    lines = [run.machine, ""]
+    for title, makers in SECTIONS.items():
+        body = [line for make in makers for line in make(run)]
+        if body:
+            lines += [f"## {title}", "", *body]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--stat", choices=("median", "min"), default="median")
+    given = parser.parse_args()
+    print(report(read(given.files, given.stat)))
+
+
+if __name__ == "__main__":
+    main()
