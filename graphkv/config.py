@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 from graphkv.errors import InvalidValue
 from graphkv.layout import (
+    MIN_AMAX_FLOOR,
     IndexKFormat,
     LatentFormat,
     PageLayout,
@@ -84,8 +86,11 @@ class CacheConfig:
                 raise InvalidValue(f"{name} must be a positive integer, got {value!r}")
         if self.block_size & (self.block_size - 1):
             raise InvalidValue(f"block_size must be a power of two, got {self.block_size}; 64 suits every consumer")
-        if not self.index_k_amax_floor > 0:
-            raise InvalidValue(f"index_k_amax_floor must be positive, got {self.index_k_amax_floor}; use 1e-4 or 1e-12")
+        if not MIN_AMAX_FLOOR <= self.index_k_amax_floor < math.inf:
+            raise InvalidValue(
+                f"index_k_amax_floor must be at least {MIN_AMAX_FLOOR:.3g} (2^-100) and finite, got "
+                f"{self.index_k_amax_floor}; use 1e-4 (DeepSeek) or 1e-12 (TensorRT-LLM)"
+            )
         if not self.latent_scale > 0:
             raise InvalidValue(f"latent_scale must be positive, got {self.latent_scale}")
         if not self.layers:
