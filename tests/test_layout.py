@@ -149,7 +149,7 @@ def test_from_hf_refuses(changes: dict[str, object], message: str) -> None:
         ({"latent": "fp8_ds_mla", "kv_lora_rank": 500}, "multiples of 128, got 500"),
         ({"index_head_dim": 96}, "fp8 needs index_head_dim 32, 64 or a multiple of 128, got 96"),
         ({"index_k": "fp4", "index_head_dim": 64}, "fp4 needs index_head_dim in multiples of 128, got 64"),
-        ({"index_k_amax_floor": 0.0}, "must be positive, got 0.0; use 1e-4 or 1e-12"),
+        ({"index_k_amax_floor": 0.0}, "must be at least 7.89e-31"),
         ({"latent_scale": -1.0}, "latent_scale must be positive, got -1.0"),
         ({"blocksize": 64}, r"unknown cache options \['blocksize'\]"),
     ],

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphkv.codecs import MIN_AMAX_FLOOR, decode_index_k, encode_index_k
+from graphkv.codecs import decode_index_k, encode_index_k
 from graphkv.errors import InvalidValue
-from graphkv.layout import IndexKFormat, PageLayout, ScaleMode, index_k_layout
+from graphkv.layout import MIN_AMAX_FLOOR, IndexKFormat, PageLayout, ScaleMode, index_k_layout
 from graphkv.ops.check import FLOAT32, FLOATS, INT32, INT64, UINT8, ArgumentCheck, check_contexts, member
 from graphkv.ops.launch import INDEX_K_FORMATS, SOURCES, launch, no_result, sm_count
 from graphkv.page_io import read_rows, table_slots, write_rows
