@@ -18,8 +18,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         code: int = arguments.run(arguments)
-    except (GraphKVError, ImportError) as error:
+    except GraphKVError as error:
         print(f"graphkv {arguments.command}: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except ImportError as error:
+        print(f"graphkv {arguments.command}: {error}; pip install 'graphkv[demo]' brings it", file=sys.stderr)
         return USAGE_ERROR
     return code
 

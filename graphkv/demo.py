@@ -11,6 +11,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from statistics import median
 
@@ -68,11 +69,13 @@ class DemoReport:
         steady_allocations: allocations in all decode steps: graphkv's own, and on CUDA torch's, device and pinned.
         host_us_per_step: median time in `DecodeRuntime.step`; on the CPU device that is where the model runs.
         gpu_us_per_step: median time between events around the step, None on the CPU device.
-        ok: everything held; see `verdict`.
+        ok: the oracle's check held, every sampled token is its logits' likeliest, every step was one launch, and no
+            step allocated.
     """
 
     device: str
     model: str
+    transformers: str
     latent: str
     index_k: str
     steps: int
@@ -212,6 +215,7 @@ def run(options: DemoOptions, tick: Callable[[int, int], None] = lambda done, to
     return DemoReport(
         device=device.name,
         model=options.model,
+        transformers=metadata.version("transformers"),
         latent=str(config.latent),
         index_k=str(config.index_k),
         steps=session.steps,

@@ -43,12 +43,12 @@ EPSILON = {
 """Relative error that a value takes on by its type or format: half a step of the mantissa where it is rounded once. In
 fp32 it is the sums that count: some 256 terms, added in another order, differ by 16 roundings of 2^-24."""
 
-TIE_SLACK = 8.0
-"""A score may be off by that many times its expected error and still count as equal, see `Reference`. Measured over
-seeds, families and formats, correct runs need 2.3 of it, and a run that read one wrong block hundreds."""
+TIE_SLACK = 12.0
+"""A score may be off by that many times its expected error and still count as equal, see `Reference`. Correct runs
+needed at most a third of it (six seeds, both families, seven pairs of formats)."""
 
 LOGIT_SLACK = 3.0
-"""The largest logit error, in epsilons of what was stored times the largest logit. Correct runs need 1."""
+"""The largest logit error, in epsilons of what was stored times the largest logit. Correct runs needed at most 1.2."""
 
 FP32_LOGIT_ERROR = 1e-4
 """Bound of the logit error of an fp32 model on fp32 latents."""
@@ -122,7 +122,8 @@ class Reference:
 
         Of the top k of 2k normally distributed scores, noise of a share e of their deviation replaces about 0.45 e.
         Rounding index K and query to e4m3 makes an e of 0.037, so 0.98 is expected and was measured. The floor is
-        1 - epsilon, some four times the expected loss, and leaves room for a few ties in fp32.
+        1 - epsilon: some four times that loss, since contexts of many times k lose up to three times as much. In fp32
+        it leaves room for a few ties.
         """
         return 1.0 - max(self.index_epsilon, 1e-3)
 
