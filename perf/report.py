@@ -106,17 +106,33 @@ def around(run: Run) -> Iterator[str]:
 
 
 def latch(run: Run) -> Iterator[str]:
-    empty = run.time("latch", nodes="empty")
-    if empty is None:
+    empty = {figure: run.time("latch", nodes="empty", figure=figure) for figure in ("isolated", "queued")}
+    if None in empty.values():
         return
-    yield f"An empty one-node graph reads {empty:.2f} us the same way.\n"
+    yield f"An empty one-node graph reads {empty['isolated']:.2f} us isolated and {empty['queued']:.2f} us queued.\n"
     rows = []
-    for figure in run.of("latch"):
-        if figure.info["nodes"] != "empty":
-            facts = [figure.info[name] for name in ("nodes", "upload", "rows", "columns", "next_n", "contexts")]
-            added, probe = figure.us - empty, figure.info.get("probe_us")
-            rows.append((*facts, figure.us, added, probe, None if probe is None else f"{added - probe:+.1f}"))
-    head = ("nodes", "upload", "batch", "columns", "next_n", "contexts", "us", "added us", "probe us", "difference")
+    for figure in run.of("latch", figure="isolated"):
+        if figure.info["nodes"] == "empty":
+            continue
+        facts = {name: figure.info[name] for name in ("nodes", "upload", "rows", "columns", "next_n", "contexts")}
+        added, probe = figure.us - empty["isolated"], figure.info.get("probe_us")
+        queued = run.time("latch", figure="queued", **facts)
+        over = None if probe is None else f"{added - probe:+.1f}"
+        rows.append((*facts.values(), added, probe, over, None if queued is None else queued - empty["queued"]))
+    names = ("nodes", "upload", "batch", "columns", "next_n", "contexts")
+    yield from table((*names, "added us, isolated", "probe us", "difference", "added us, queued"), rows)
+
+
+def chain(run: Run) -> Iterator[str]:
+    empty = run.time("latch", nodes="empty", figure="queued")
+    shape = {"figure": "queued", "nodes": "latch+advance", "columns": 2048, "next_n": 1, "contexts": "up to the width"}
+    rows = []
+    for figure in run.of("chain"):
+        batch = figure.info["rows"]
+        ours = [run.time("latch", rows=batch, upload=upload, **shape) for upload in ("copy", "pull")]
+        added = [None if us is None or empty is None else us - empty for us in ours]
+        rows.append((batch, *added, figure.us, _ratio(figure.us, added[0])))
+    head = ("GPU time of a step's metadata, batch", "copy, us", "pull, us", "chain of torch ops, us", "chain / copy")
     yield from table(head, rows)
 
 
@@ -154,7 +170,7 @@ def step(run: Run) -> Iterator[str]:
 
 SECTIONS: dict[str, tuple[Callable[[Run], Iterator[str]], ...]] = {
     "Host side of a step": (host, parts, around),
-    "Metadata in the graph": (latch,),
+    "Metadata in the graph": (latch, chain),
     "Kernels": (kernels,),
     "A whole step": (step,),
 }

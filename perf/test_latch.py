@@ -1,12 +1,16 @@
 """Metadata in the graph: GPU time that the step protocol's nodes add to a replay.
 
-Each replay is isolated: its packet is published and everything is idle before it starts, and it is timed from event to
-event. What the nodes add is that less `test_empty_graph`, timed the same way in the same run. Columns "probe" are what
-the prototype took on an H200 (`latch` with the copy 3.0, with the pull 7.0 at batch 256; `advance` 1.5 to 1.9 more).
+Two figures, each from event to event with the packet published before, each less `test_empty_graph` timed the same way:
+
+- `isolated`: everything is idle when the replay is launched. The prototype's figures were taken so on an H200 (at batch
+  256 it added 3.0 us with the copy, 7.0 with the pull, and 1.5 to 1.9 more with `advance`); host time between launch
+  and event can hide up to a few microseconds.
+- `queued`: the replay waits behind other work when it is launched, as in a loop that keeps the GPU busy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,8 +23,10 @@ from graphkv.frames import Frames
 from graphkv.latch import CudaNodes, Ring
 from graphkv.layout import IndexKFormat, Side, index_k_layout
 from graphkv.metadata import LiveSet, LiveShape, StepState
+from perf.engine_way import beside, check_agreement
 from perf.replay import Replay, empty_replay
-from perf.timer import gpu_timer
+from perf.timer import gpu_timer, hold_stream
+from perf.world import steady_runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=gpu_timer)]
 
@@ -45,6 +51,7 @@ PROBE_US = {  # (upload, rows, columns, next_n): added by the prototype's latch
     ("pull", 256, 2048, 4): 6.9,
 }
 PROBE_ADVANCE_US = 1.7
+FIGURES = ("isolated", "queued")
 
 
 class LatchWorld:
@@ -99,12 +106,21 @@ class LatchWorld:
         assert self.state.step.tolist() == [self.step]
 
 
-def test_empty_graph(benchmark: Any) -> None:
-    replay = empty_replay()
-    benchmark.group = "metadata in the graph"
-    benchmark.extra_info |= {"table": "latch", "nodes": "empty"}
+def measure(benchmark: Any, replay: Replay, figure: str, ready: Callable[[], None], **facts: Any) -> None:
+    def setup() -> None:
+        ready()
+        if figure == "queued":
+            hold_stream(0.3)
+
+    benchmark.group = f"metadata in the graph, {figure}"
+    benchmark.extra_info |= {"table": "latch", "figure": figure, **facts}
     with replay.timed():
-        benchmark.pedantic(replay.launch, rounds=ROUNDS, warmup_rounds=WARM_UP, setup=torch.cuda.synchronize)
+        benchmark.pedantic(replay.launch, rounds=ROUNDS, warmup_rounds=WARM_UP, setup=setup)
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_empty_graph(benchmark: Any, figure: str) -> None:
+    measure(benchmark, empty_replay(), figure, torch.cuda.synchronize, nodes="empty")
 
 
 CASES = [
@@ -119,18 +135,36 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("figure", FIGURES)
 @pytest.mark.parametrize("upload", ["copy", "pull"])
 @pytest.mark.parametrize(("rows", "columns", "next_n", "full", "nodes"), CASES)
-def test_latch(benchmark: Any, rows: int, columns: int, next_n: int, full: bool, nodes: str, upload: str) -> None:
+def test_latch(
+    benchmark: Any, rows: int, columns: int, next_n: int, full: bool, nodes: str, upload: str, figure: str
+) -> None:
     world = LatchWorld(rows, columns, next_n, upload, full)
     advance = nodes == "latch+advance"
-    replay = world.replay(advance)
+    facts: dict[str, Any] = {"nodes": nodes, "upload": upload, "rows": rows, "columns": columns, "next_n": next_n}
+    facts["contexts"] = "up to the width" if full else "below 512"
     probe = PROBE_US.get((upload, rows, columns, next_n)) if full else None
-    benchmark.group = "metadata in the graph"
-    benchmark.extra_info |= {"table": "latch", "nodes": nodes, "upload": upload, "rows": rows, "columns": columns}
-    benchmark.extra_info |= {"next_n": next_n, "contexts": "up to the width" if full else "below 512"}
-    if probe is not None:
-        benchmark.extra_info["probe_us"] = round(probe + PROBE_ADVANCE_US * advance, 1)
-    with replay.timed():
-        benchmark.pedantic(replay.launch, rounds=ROUNDS, warmup_rounds=WARM_UP, setup=world.publish)
+    if probe is not None and figure == "isolated":
+        facts["probe_us"] = round(probe + PROBE_ADVANCE_US * advance, 1)
+    measure(benchmark, world.replay(advance), figure, world.publish, **facts)
     world.check()
+
+
+@pytest.mark.parametrize("rows", [1, 32, 256, 1024])
+def test_eager_metadata(benchmark: Any, rows: int) -> None:
+    """GPU time of the same metadata by fresh uploads and a chain of torch ops, queued behind other work."""
+    runtime, _ = steady_runtime(rows, "cuda")
+    check_agreement(runtime)
+    baseline = beside(runtime)
+
+    def setup() -> None:
+        torch.cuda.synchronize()
+        hold_stream(4)
+
+    benchmark.group = "metadata in the graph, queued"
+    benchmark.extra_info |= {"table": "chain", "rows": rows}
+    benchmark.pedantic(
+        lambda: baseline.derive(*baseline.upload()), rounds=ROUNDS // 3, warmup_rounds=WARM_UP, setup=setup
+    )

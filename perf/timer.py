@@ -12,18 +12,26 @@ import time
 
 import torch
 
+_CYCLES_A_MILLISECOND = 2e6
+
 _calls = 1
+_events: list[torch.cuda.Event] = []  # used in turn: making one takes longer than a small graph runs
+_ticks = 0
 
 
 class GpuTick:
-    """A point in the current stream's work."""
+    """A point in the current stream's work. Good until the next but two is taken."""
 
     __slots__ = ("_calls", "_event")
 
     def __init__(self, calls: int) -> None:
+        global _ticks
+        if not _events:
+            _events.extend(torch.cuda.Event(enable_timing=True) for _ in range(4))
         self._calls = calls
-        self._event = torch.cuda.Event(enable_timing=True)
+        self._event = _events[_ticks & 3]
         self._event.record()
+        _ticks += 1
 
     def __sub__(self, start: GpuTick) -> float:
         """Seconds of GPU time from `start` to here for each of the calls between them."""
@@ -58,3 +66,12 @@ def count_calls(calls: int) -> None:
     """One measured call does the work of `calls`: report the time of each. Reset to 1 before every benchmark."""
     global _calls
     _calls = calls
+
+
+def hold_stream(milliseconds: float) -> None:
+    """Keep the current stream busy for about that long, so that what is queued behind it runs without gaps.
+
+    Longer than the host takes to queue it: then the events bracket GPU time alone. Without it, they also bracket the
+    host's time between its calls.
+    """
+    torch.cuda._sleep(int(milliseconds * _CYCLES_A_MILLISECOND))
