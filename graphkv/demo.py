@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -34,6 +35,9 @@ from graphkv.sizing import CacheSize
 
 JOIN_EVERY = 4
 """Steps between two requests that join while the batch fills up."""
+
+Tick = Callable[[int, int], None]
+"""Told, after each step, how many tokens of how many are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,22 +128,33 @@ class Request:
 class Session:
     """Requests that join and leave the batch of a runtime.
 
+    Half a batch begins, one request joins every `JOIN_EVERY` steps until the batch is full, and then one whenever
+    another leaves.
+
     Args:
-        prompts: the requests to come. Half a batch begins, one joins every `JOIN_EVERY` steps until the batch is full,
-            and then one whenever another leaves.
+        trace: what the runtime's model records to.
+        prompts: the requests to come.
         batch: most requests at once.
     """
 
     def __init__(self, runtime: DecodeRuntime, trace: Trace, prompts: list[Prompt], batch: int) -> None:
         self.runtime, self.trace, self.batch = runtime, trace, batch
+        self.meter = Meter(runtime)
         self.waiting = deque(prompts)
         self.active: list[Request] = []
         self.finished: list[Request] = []
-        self.steps = 0
+        self.wanted = sum(prompt.new_tokens for prompt in prompts)
+        self.steps = self.launches = 0
         self._room = (batch + 1) // 2
 
-    def run(self, meter: Meter, tick: Callable[[int], None]) -> None:
-        """Serves every request; `tick` is told the tokens of each step."""
+    @property
+    def tokens(self) -> int:
+        """Tokens that were added to all prompts so far."""
+        return sum(request.sampled for request in (*self.active, *self.finished))
+
+    def run(self, tick: Tick) -> None:
+        """Serves every request."""
+        launches = self.runtime.stats().graph_launches
         batch = Batch(())
         while self.waiting or self.active:
             if self.steps and self.steps % JOIN_EVERY == 0:
@@ -148,13 +163,13 @@ class Session:
                 batch = Batch([request.sequence for request in self.active])
                 if not len(batch):
                     continue
-            step = meter.measure(lambda batch=batch: self.runtime.step(batch))  # type: ignore[misc]
+            step = self.meter.measure(lambda batch=batch: self.runtime.step(batch))  # type: ignore[misc]
             self.steps += 1
             for request in self.active:
                 request.sampled += 1
-            tick(len(batch))
-            if step > 1:
-                self.runtime.retire(step - 1)  # one step stays in flight while the host prepares the next
+            tick(self.tokens, self.wanted)
+            self.runtime.retire(step - 1)  # one step stays in flight while the host prepares the next
+        self.launches = self.runtime.stats().graph_launches - launches
 
     def _join(self) -> bool:
         joining: list[Request] = []
@@ -178,7 +193,7 @@ class Session:
         return bool(leaving)
 
 
-def run(options: DemoOptions, tick: Callable[[int, int], None] = lambda done, total: None) -> DemoReport:
+def run(options: DemoOptions, tick: Tick = lambda done, total: None) -> DemoReport:
     """Runs the demo; `tick` is told how many tokens of how many are there."""
     device = Device.of(options.device)
     model = build_model(options.model, seed=options.seed, device=device.torch)
@@ -188,38 +203,29 @@ def run(options: DemoOptions, tick: Callable[[int, int], None] = lambda done, to
     trace = Trace(model, max_rows=options.batch, max_positions=longest)
     adapter = TransformersModel(model, max_rows=options.batch, observer=trace)
     config = adapter.cache_config(latent=options.latent, index_k=options.index_k)
-    meter = Meter(device)
-    total = sum(prompt.new_tokens for prompt in prompts)
-    added = 0
-
-    def advance(tokens: int) -> None:
-        nonlocal added
-        added += tokens
-        tick(added, total)
-
     # Room for a whole batch of the longest, and for the blocks of those that have just left.
     num_blocks = 2 * options.batch * (CacheSize.of(config).blocks_for_tokens(longest) - 1) + 1
     with DecodeRuntime(
         config, adapter, device=device, max_rows=options.batch, max_seq_len=longest, num_blocks=num_blocks
     ) as runtime:
-        meter.attach(runtime)
         session = Session(runtime, trace, prompts, options.batch)
-        launches = runtime.stats().graph_launches
-        session.run(meter, advance)
-        launches = runtime.stats().graph_launches - launches
+        session.run(tick)
         runtime.check()
+    return _report(options.model, session, *judge(model, config, session.finished))
+
+
+def _report(name: str, session: Session, reference: Reference, found: Comparison) -> DemoReport:
+    runtime, meter = session.runtime, session.meter
     stats = runtime.stats()
-    tick(total, total)
-    reference, found = judge(model, config, session.finished)
-    per_step = launches / session.steps
+    per_step = session.launches / session.steps
     return DemoReport(
-        device=device.name,
-        model=options.model,
+        device=runtime.device.name,
+        model=name,
         transformers=metadata.version("transformers"),
-        latent=str(config.latent),
-        index_k=str(config.index_k),
+        latent=str(runtime.config.latent),
+        index_k=str(runtime.config.index_k),
         steps=session.steps,
-        tokens=sum(request.sampled for request in session.finished),
+        tokens=session.tokens,
         max_logit_error=found.error,
         logit_error_bound=reference.error_bound(found),
         free_logit_error=found.free_error,
@@ -235,7 +241,7 @@ def run(options: DemoOptions, tick: Callable[[int, int], None] = lambda done, to
         blocks_peak=stats.blocks_peak,
         ok=(
             reference.held(found)
-            and found.answers == total
+            and found.answers == session.tokens == session.wanted
             and all(request.samples_match() for request in session.finished)
             and per_step == 1
             and meter.allocations == 0
@@ -270,5 +276,10 @@ def main(options: DemoOptions, *, as_json: bool) -> int:
     facts = asdict(report)
     show_table(f"graphkv demo: {'ok' if report.ok else 'FAILED'}", facts)
     if as_json:
-        print(json.dumps(facts))
+        print(json.dumps({name: None if _not_finite(value) else value for name, value in facts.items()}))
     return 0 if report.ok else 1
+
+
+def _not_finite(value: object) -> bool:
+    """JSON has no word for NaN, which a run that recorded nothing has for an error."""
+    return isinstance(value, float) and not math.isfinite(value)

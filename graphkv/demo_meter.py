@@ -8,7 +8,6 @@ from statistics import median
 
 import torch
 
-from graphkv.device import Device
 from graphkv.runtime import DecodeRuntime
 
 
@@ -21,16 +20,12 @@ class Meter:
             device and pinned allocators, also those that their caches served.
     """
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
+    def __init__(self, runtime: DecodeRuntime) -> None:
+        self.device = runtime.device
         self.host_us: list[float] = []
         self.allocations = 0
-        self._stream: torch.cuda.Stream | None = None
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def attach(self, runtime: DecodeRuntime) -> None:
-        """Times the stream on which that runtime's steps run."""
         self._stream = runtime.stream
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def measure(self, submit: Callable[[], int]) -> int:
         """Calls `submit` and returns what it returns."""

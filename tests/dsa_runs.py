@@ -10,7 +10,6 @@ import torch
 
 from graphkv.config import CacheConfig
 from graphkv.demo import Request, Session, judge
-from graphkv.demo_meter import Meter
 from graphkv.demo_model import build_model, cut_prompts, read_text
 from graphkv.integrations import oracle
 from graphkv.integrations.trace import Trace
@@ -59,14 +58,14 @@ def decode(
     )
     session = Session(runtime, trace, prompts, batch)
 
-    def tick(_: int) -> None:
+    def tick(done: int, wanted: int) -> None:
         if sabotage is not None and session.steps == sabotage_step:
             runtime.retire()
             sabotage(runtime)
             runtime.device.synchronize()
 
     with runtime:
-        session.run(Meter(runtime.device), tick)
+        session.run(tick)
         runtime.check()
         for pool in runtime.pools:
             assert (pool.block(0) == NULL_PATTERN).all(), "something wrote to the null block"

@@ -169,7 +169,7 @@ def _base_model(model: Any) -> Any:
 
 
 def _no_query_latent(model: Any) -> Any:
-    model.config.q_lora_rank = None
+    vars(model.config)["q_lora_rank"] = None  # the configuration's own check would refuse it in some releases
     return model
 
 
