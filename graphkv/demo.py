@@ -119,10 +119,11 @@ class Request:
         return self.prompt.tokens.size - 1
 
     def samples_match(self) -> bool:
-        """Whether each token the runtime delivered is the likeliest one of the recorded logits before it."""
+        """Whether no recorded logit beats that of the token which the runtime delivered, at any position."""
         assert self.record is not None
-        likeliest = self.record.logits[self.first_answer :].argmax(-1)
-        return bool(np.array_equal(likeliest.numpy(), self.sequence.tokens[self.prompt.tokens.size :]))
+        logits = self.record.logits[self.first_answer :]
+        sampled = torch.from_numpy(self.sequence.tokens[self.prompt.tokens.size :].astype(np.int64))
+        return bool((logits.gather(1, sampled.unsqueeze(1)).squeeze(1) == logits.amax(1)).all())
 
 
 class Session:

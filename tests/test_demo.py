@@ -42,6 +42,7 @@ def test_the_default_demo_holds_and_exits_with_0() -> None:
     assert set(report) >= FACTS
     assert report["ok"] is True
     assert report["steps"] >= 64
+    assert report["tokens"] > 3 * report["steps"], "requests were not decoded together"
     assert report["max_logit_error"] <= 1e-4
     assert report["topk_overlap"] >= 0.999
     assert (report["graph_launches_per_step"], report["steady_allocations"]) == (1, 0)
