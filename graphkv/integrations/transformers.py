@@ -2,7 +2,7 @@
 
     model = TransformersModel(hf_model, max_rows=32)
     config = model.cache_config(latent="bf16", index_k="fp8")
-    runtime = DecodeRuntime(config, model, max_rows=32, max_seq_len=4096)
+    runtime = DecodeRuntime(config, model, max_rows=32, max_seq_len=4096, memory_bytes=8 << 30)
 
 The model's own `forward` cannot be captured: its cache grows by concatenation and its experts are looked up on the
 host. So its layers are driven one by one: prefill and decode write keys to the pools at the slots in the metadata, and
