@@ -20,9 +20,10 @@ from graphkv.layout import IndexKFormat, LatentFormat, PageLayout, Role, ScaleMo
 from graphkv.manager_v2 import ManagerStats, ManagerV2
 from graphkv.metadata import StepMetadata
 from graphkv.pool import Pools
-from graphkv.runtime import DecodeRuntime, RuntimeStats
+from graphkv.runtime import DecodeRuntime
 from graphkv.sequence import Batch, Sequence, StepResult
 from graphkv.sizing import CacheSize
+from graphkv.stats import RuntimeStats
 from graphkv.step import StepContext, StepModel, StepOutput
 
 __version__ = "0.1.0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -16,7 +17,7 @@ from graphkv.frames import Frame, Frames, Upload
 from graphkv.graph import GraphSet
 from graphkv.latch import CudaNodes, HostNodes, Ring, StepNodes
 from graphkv.layout import Role, Side
-from graphkv.metadata import DerivePlan, LiveSet, LiveShape, SideBinding, StepMetadata, StepState
+from graphkv.metadata import TABLE_COLUMN_MULTIPLE, DerivePlan, LiveSet, LiveShape, SideBinding, StepMetadata, StepState
 from graphkv.packet import STEP_MASK, PacketSize
 from graphkv.pool import Pools
 from graphkv.step import StepContext, StepKind, StepModel, StepOutput, Workspace
@@ -43,6 +44,37 @@ class EngineShape:
     next_n: int
     max_edits: int
     prefill_chunk: int
+
+    @classmethod
+    def of(
+        cls,
+        config: CacheConfig,
+        *,
+        max_rows: int,
+        max_seq_len: int,
+        buckets: Sequence[int] | None,
+        next_n: int,
+        prefill_chunk: int,
+    ) -> EngineShape:
+        """The shape that sequences of up to `max_seq_len` tokens need; `InvalidValue` for sizes that cannot work.
+
+        The table reserves the columns that next_n tokens past max_seq_len reach. Buckets are powers of two up to
+        max_rows, and max_rows, where none are given.
+        """
+        for name, value in (("max_rows", max_rows), ("max_seq_len", max_seq_len), ("prefill_chunk", prefill_chunk)):
+            if value < 1:
+                raise InvalidValue(f"{name} must be positive, got {value}")
+        if not 1 <= next_n <= config.block_size:
+            raise InvalidValue(f"next_n must be within 1 .. block_size {config.block_size}, got {next_n}")
+        if buckets is None:
+            buckets = sorted({max_rows, *(1 << i for i in range(max_rows.bit_length()))})
+        if not buckets or min(buckets) < 1 or max(buckets) > max_rows:
+            raise InvalidValue(f"buckets must be within 1 .. max_rows {max_rows}, got {list(buckets)}")
+        columns = -(-(max_seq_len + next_n) // config.block_size)
+        max_blocks = -(-columns // TABLE_COLUMN_MULTIPLE) * TABLE_COLUMN_MULTIPLE
+        # Room for the edits of a whole step of either kind, and of a row that is opened where a long one ended.
+        max_edits = max_blocks + 2 * max_rows + max(max_rows * next_n, prefill_chunk) // config.block_size + 1
+        return cls(max_rows, max_blocks, tuple(buckets), next_n, max_edits, prefill_chunk)
 
     @property
     def widest(self) -> int:
@@ -78,6 +110,8 @@ class StepEngine:
         mode: Mode,
         upload: Upload,
     ) -> None:
+        if mode not in ("graph", "eager"):
+            raise InvalidValue(f"mode must be 'graph' or 'eager', got {mode!r}")
         self._pools, self._model, self._shape, self._device, self._mode = pools, model, shape, device, mode
         self._max_context = shape.max_blocks * config.block_size
         self.stream = device.stream()
@@ -107,6 +141,7 @@ class StepEngine:
 
     def warm_up(self) -> None:
         """Run every bucket on padded rows alone, then capture: what a step allocates or compiles exists by then."""
+        self._device.synchronize()  # buffers, weights and pools were filled on other streams than this engine's
         for bucket in reversed(self.graphs.buckets):
             self.submit_idle(bucket, eager=True)
             self.wait_all()

@@ -19,34 +19,16 @@ from graphkv.errors import DeviceFault, InvalidValue, OutOfBlocks, StaleFrame
 from graphkv.frames import Frame, Upload
 from graphkv.layout import Side
 from graphkv.manager_v2 import ManagerV2
-from graphkv.metadata import TABLE_COLUMN_MULTIPLE, StepMetadata
+from graphkv.metadata import StepMetadata
 from graphkv.pool import Pools
 from graphkv.rows import RowTokens
-from graphkv.sequence import Batch, Chunk, Sequence, StepResult, cut_into_chunks
+from graphkv.sequence import Batch, Chunk, Sequence, StepResult, cut_into_chunks, token_array
 from graphkv.sizing import CacheSize
+from graphkv.stats import RuntimeStats
 from graphkv.step import StepModel
 
 RESULTS_KEPT = 64
 """Results of that many last steps stay readable; tokens of older ones are in their sequences."""
-
-
-@dataclass(frozen=True, slots=True)
-class RuntimeStats:
-    """Counts since construction, and the state now. Blocks exclude the null block."""
-
-    steps_submitted: int
-    steps_retired: int
-    graph_launches: int
-    blocks_total: int
-    blocks_held: int
-    blocks_free: int
-    blocks_retiring: int
-    blocks_peak: int
-    rows_open: int
-    pool_bytes: int
-    device_bytes: int
-    pinned_bytes: int
-    allocations: int
 
 
 @dataclass(slots=True)
@@ -95,34 +77,26 @@ class DecodeRuntime:
         mode: Mode = "graph",
         upload: Upload = "copy",
     ) -> None:
-        for name, value in (("max_rows", max_rows), ("max_seq_len", max_seq_len), ("prefill_chunk", prefill_chunk)):
-            if value < 1:
-                raise InvalidValue(f"{name} must be positive, got {value}")
-        if not 1 <= next_n <= config.block_size:
-            raise InvalidValue(f"next_n must be within 1 .. block_size {config.block_size}, got {next_n}")
-        if mode not in ("graph", "eager"):
-            raise InvalidValue(f"mode must be 'graph' or 'eager', got {mode!r}")
-        buckets = _default_buckets(max_rows) if buckets is None else tuple(buckets)
-        if not buckets or min(buckets) < 1 or max(buckets) > max_rows:
-            raise InvalidValue(f"buckets must be within 1 .. max_rows {max_rows}, got {list(buckets)}")
-        num_blocks = _num_blocks(config, num_blocks, memory_bytes)
-        columns = -(-(max_seq_len + next_n) // config.block_size)
-        max_blocks = -(-columns // TABLE_COLUMN_MULTIPLE) * TABLE_COLUMN_MULTIPLE
-        # Room for the edits of a whole step of either kind, and of a row that is opened where a long one ended.
-        chunk_blocks = max(max_rows * next_n, prefill_chunk) // config.block_size + 1
-        max_edits = max_blocks + 2 * max_rows + chunk_blocks
-
+        shape = EngineShape.of(
+            config,
+            max_rows=max_rows,
+            max_seq_len=max_seq_len,
+            buckets=buckets,
+            next_n=next_n,
+            prefill_chunk=prefill_chunk,
+        )
+        num_blocks = CacheSize.of(config).num_blocks(num_blocks, memory_bytes)
         self.config, self.next_n, self.max_seq_len = config, next_n, max_seq_len
         self.device = Device.of(device)
         self.manager = ManagerV2(
             num_blocks=num_blocks,
             block_size=config.block_size,
             max_rows=max_rows,
-            max_blocks=max_blocks,
-            max_edits=max_edits,
+            max_blocks=shape.max_blocks,
+            max_edits=shape.max_edits,
         )
         self._prefill_chunk = prefill_chunk
-        self._tokens = RowTokens(max_rows, max_blocks * config.block_size)
+        self._tokens = RowTokens(max_rows, shape.max_blocks * config.block_size)
         self._jobs: dict[int, _Job] = {}
         self._closing: dict[int, list[Sequence]] = {}  # closed with steps in flight, by the last of these
         self._results: OrderedDict[int, StepResult] = OrderedDict()
@@ -130,7 +104,6 @@ class DecodeRuntime:
         self._era = object()  # another one after each change that can make a batch unfit to step
         with self.device.guard():
             self.pools = Pools(config, num_blocks, self.device)
-            shape = EngineShape(max_rows, max_blocks, buckets, next_n, max_edits, prefill_chunk)
             self._engine = StepEngine(config, self.pools, model, shape, self.device, mode, upload)
             self._engine.warm_up()
 
@@ -143,7 +116,7 @@ class DecodeRuntime:
             OutOfRows: all rows are open; close one.
             InvalidValue: no tokens, or more than max_seq_len.
         """
-        prompt = _token_array(tokens)
+        prompt = token_array(tokens)
         if not 1 <= prompt.size <= self.max_seq_len:
             raise InvalidValue(
                 f"a prompt of {prompt.size} tokens is not within 1 .. max_seq_len {self.max_seq_len}; shorten it or "
@@ -161,7 +134,7 @@ class DecodeRuntime:
     def append(self, sequence: Sequence, tokens: npt.ArrayLike) -> None:
         """Add tokens of the caller's to an open sequence; `prefill` feeds them. Waits for the steps in flight."""
         self._owned(sequence)
-        more = _token_array(tokens)
+        more = token_array(tokens)
         self.retire()
         known = int(self._tokens.known[sequence.row])
         if more.size < 1 or known + more.size > self.max_seq_len:
@@ -492,22 +465,3 @@ class DecodeRuntime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.device.synchronize()
-
-
-def _default_buckets(max_rows: int) -> tuple[int, ...]:
-    return tuple(sorted({max_rows, *(1 << i for i in range(max_rows.bit_length()))}))
-
-
-def _num_blocks(config: CacheConfig, num_blocks: int | None, memory_bytes: int | None) -> int:
-    if num_blocks is not None and memory_bytes is None:
-        return num_blocks
-    if memory_bytes is not None and num_blocks is None:
-        return CacheSize.of(config).blocks_for(memory_bytes)
-    raise InvalidValue(f"give num_blocks or memory_bytes, not both or none; got {num_blocks} and {memory_bytes}")
-
-
-def _token_array(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    given = np.asarray(tokens)
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise InvalidValue(f"tokens must be a one-dimensional array of integers, got {given.dtype} {given.shape}")
-    return given.astype(np.int32)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from graphkv.errors import InvalidValue
+
 if TYPE_CHECKING:
     from graphkv.runtime import DecodeRuntime
 
@@ -92,6 +94,14 @@ class StepResult:
     sequences: tuple[Sequence, ...]
     accepted: Int32Array
     tokens: Int32Array
+
+
+def token_array(tokens: npt.ArrayLike) -> Int32Array:
+    """int32 [n] of the caller's token ids; `InvalidValue` for anything that is no list of integers."""
+    given = np.asarray(tokens)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise InvalidValue(f"tokens must be a one-dimensional array of integers, got {given.dtype} {given.shape}")
+    return given.astype(np.int32)
 
 
 class Chunk(NamedTuple):

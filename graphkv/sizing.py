@@ -72,6 +72,14 @@ class CacheSize:
             )
         return num_blocks
 
+    def num_blocks(self, num_blocks: int | None, memory_bytes: int | None) -> int:
+        """The pools' blocks from either of two options of which one must be given, as in `DecodeRuntime`."""
+        if num_blocks is not None and memory_bytes is None:
+            return num_blocks
+        if memory_bytes is not None and num_blocks is None:
+            return self.blocks_for(memory_bytes)
+        raise InvalidValue(f"give num_blocks or memory_bytes, not both or none; got {num_blocks} and {memory_bytes}")
+
     def blocks_for_tokens(self, tokens: int) -> int:
         """The fewest blocks (the null block included) that hold one sequence of `tokens` tokens."""
         if tokens < 1:
