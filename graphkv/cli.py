@@ -50,9 +50,9 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from graphkv import demo
+    from graphkv.demo import session
 
-    options = demo.DemoOptions(
+    options = session.DemoOptions(
         model=arguments.model,
         device=arguments.device,
         batch=arguments.batch,
@@ -62,7 +62,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         prompt_file=arguments.prompt_file,
         seed=arguments.seed,
     )
-    return demo.main(options, as_json=arguments.json)
+    return session.main(options, as_json=arguments.json)
 
 
 def _info(_: argparse.Namespace) -> int:

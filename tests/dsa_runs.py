@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from graphkv.config import CacheConfig
-from graphkv.demo import Request, Session, judge
-from graphkv.demo_model import build_model, cut_prompts, read_text
+from graphkv.demo.model import build_model, cut_prompts, read_text
+from graphkv.demo.session import Request, Session, judge
 from graphkv.integrations import oracle
 from graphkv.integrations.trace import Trace
 from graphkv.integrations.transformers import TransformersModel

@@ -16,9 +16,9 @@ from probe import probe_runtime
 pytest.importorskip("transformers")
 
 from graphkv import cli
-from graphkv.demo_meter import Meter
-from graphkv.demo_model import FAMILIES, build_model, cut_prompts, read_text
-from graphkv.demo_view import Progress, show_table
+from graphkv.demo.meter import Meter
+from graphkv.demo.model import FAMILIES, build_model, cut_prompts, read_text
+from graphkv.demo.view import Progress, show_table
 from graphkv.errors import InvalidValue
 from graphkv.integrations import transformers as adapter_module
 

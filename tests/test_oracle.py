@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 
 from dsa_runs import FP32_ERROR, Sabotage, decode, outcome
 
-from graphkv.demo import judge, single_thread
-from graphkv.demo_model import FAMILIES, build_model
+from graphkv.demo.model import FAMILIES, build_model
+from graphkv.demo.session import judge, single_thread
 from graphkv.integrations import oracle
 from graphkv.integrations import transformers as adapter_module
 from graphkv.layout import Role, Side

@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 from dsa_runs import FP32_ERROR, decode, free_error, outcome
 
-from graphkv.demo import single_thread
-from graphkv.demo_model import FAMILIES, build_model
+from graphkv.demo.model import FAMILIES, build_model
+from graphkv.demo.session import single_thread
 from graphkv.errors import InvalidValue, UnsupportedCombination
 from graphkv.integrations import _experts, oracle
 from graphkv.integrations.transformers import TransformersModel

@@ -96,7 +96,7 @@ def read_text(path: Path | None) -> bytes:
         InvalidValue: no such file, or too short to cut prompts from.
     """
     try:
-        text = path.read_bytes() if path else resources.files("graphkv").joinpath("data", "demo.txt").read_bytes()
+        text = path.read_bytes() if path else resources.files("graphkv.demo").joinpath("text.txt").read_bytes()
     except OSError as error:
         raise InvalidValue(f"cannot read prompts from {path}: {error.strerror}; give the path of a text file") from None
     if len(text) < LONGEST_PROMPT:

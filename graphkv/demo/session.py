@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from graphkv.config import CacheConfig
-from graphkv.demo_meter import Meter
-from graphkv.demo_model import LONGEST_PROMPT, Prompt, build_model, cut_prompts, read_text
-from graphkv.demo_view import Progress, show_table
+from graphkv.demo.meter import Meter
+from graphkv.demo.model import LONGEST_PROMPT, Prompt, build_model, cut_prompts, read_text
+from graphkv.demo.view import Progress, show_table
 from graphkv.device import Device
 from graphkv.errors import InvalidValue
 from graphkv.integrations.oracle import Comparison, Reference
