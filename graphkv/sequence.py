@@ -5,15 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from graphkv.runtime import DecodeRuntime
-
 Int32Array = npt.NDArray[np.int32]
+
+
+class RowLengths(Protocol):
+    """A manager, as far as a sequence asks it."""
+
+    length: Int32Array  # [max_rows]
+
+
+class SequenceOwner(Protocol):
+    """What makes sequences and knows their state: the runtime, or the V1 runner."""
+
+    @property
+    def manager(self) -> RowLengths: ...
+
+    def known_tokens(self, sequence: Sequence) -> Int32Array:
+        """int32 [n], the tokens that the host knows of an open sequence."""
 
 
 class Sequence:
@@ -21,7 +34,7 @@ class Sequence:
 
     __slots__ = ("_final_tokens", "_runtime", "is_open", "row", "serial")
 
-    def __init__(self, runtime: DecodeRuntime, row: int, serial: int) -> None:
+    def __init__(self, runtime: SequenceOwner, row: int, serial: int) -> None:
         self._runtime = runtime
         self.row = row
         self.serial = serial
@@ -41,7 +54,7 @@ class Sequence:
         """Tokens whose KV is valid once the submitted steps ran (at most, where a step may accept fewer)."""
         return int(self._runtime.manager.length[self.row]) if self.is_open else 0
 
-    def belongs_to(self, runtime: DecodeRuntime) -> bool:
+    def belongs_to(self, runtime: SequenceOwner) -> bool:
         return self._runtime is runtime
 
     def keep(self, tokens: Int32Array) -> None:
