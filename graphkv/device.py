@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from graphkv.errors import CudaUnavailable, DeviceFault, InvalidValue
+from graphkv.errors import CudaUnavailable, DeviceFault, InvalidValue, OutOfMemory
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -157,6 +157,34 @@ class Device:
         """Queue an asynchronous copy from pinned host address `source` to device address `target` on `stream`."""
         check_cuda(self._driver.cuMemcpyHtoDAsync(target, source, num_bytes, stream))
 
+    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """Queue an asynchronous copy between any two addresses, device or pinned host, on `stream`."""
+        check_cuda(self._driver.cuMemcpyAsync(target, source, num_bytes, stream))
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Page-lock host memory, so that the device reads and writes it at the same address; nothing on the CPU device.
+
+        Raises:
+            OutOfMemory: the system locks no more pages.
+            DeviceFault: the device sees host memory at other addresses than the host does.
+        """
+        if not self.is_cuda:
+            return
+        flags = self._driver.CU_MEMHOSTREGISTER_PORTABLE | self._driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        with self.guard():
+            (status,) = self._driver.cuMemHostRegister(address, num_bytes, flags)
+            if int(status):
+                raise OutOfMemory(f"{num_bytes} bytes of host memory cannot be pinned: {status.name}; ask for less")
+            seen = int(check_cuda(self._driver.cuMemHostGetDevicePointer(address, 0)))
+            if seen != address:
+                self.unpin(address)
+                raise DeviceFault(f"the device sees host address {address:#x} at {seen:#x}; host tiers need them equal")
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`; no copy of that memory may be under way."""
+        if self.is_cuda:
+            check_cuda(self._driver.cuMemHostUnregister(address))
+
     # streams and events -----------------------------------------------------------------------------------------
 
     def stream(self) -> torch.cuda.Stream | None:
@@ -170,6 +198,13 @@ class Device:
             return Event()
         with self.guard():
             return CudaEvent(self._driver)
+
+    def capturing(self, stream: int) -> bool:
+        """Whether `stream` is being captured, so that only work of the graph may go there."""
+        if not self.is_cuda:
+            return False
+        status = check_cuda(self._driver.cuStreamIsCapturing(stream))
+        return bool(status != self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
     @contextlib.contextmanager
     def running_on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:

@@ -72,3 +72,23 @@ class CudaUnavailable(DeviceFault):
 
 class KernelCompileError(GraphKVError):
     """NVRTC refused a kernel source; the message holds its log."""
+
+
+class OutOfMemory(GraphKVError):
+    """The device or the host has no room for what was asked. Nothing changed; ask for less or free memory first."""
+
+
+class TransferTimeout(GraphKVError):
+    """A transfer between tiers did not end in the time allowed. It still owns its slots: nothing may reuse them.
+
+    Attributes:
+        ticket: the transfer's number.
+        seconds: how long it has been under way.
+    """
+
+    def __init__(self, ticket: int, seconds: float, what: str) -> None:
+        self.ticket = ticket
+        self.seconds = seconds
+        super().__init__(
+            f"transfer {ticket} ({what}) has not ended after {seconds:.1f} s; its slots stay out of use until it does"
+        )
