@@ -89,12 +89,15 @@ class Device:
         self.ledger = Ledger()
         self.sm_count = 1
         self._driver: Any = None
+        self._context: Any = None
         if self.is_cuda:
             with self.guard():
                 torch.cuda.init()
                 torch.cuda.current_stream()  # makes the primary context current, which the driver calls below rely on
                 self.sm_count = torch.cuda.get_device_properties(torch_device).multi_processor_count
             self._driver = cuda_driver()
+            handle = check_cuda(self._driver.cuDeviceGet(torch_device.index))
+            self._context = check_cuda(self._driver.cuDevicePrimaryCtxRetain(handle))  # torch's, for good
 
     @classmethod
     def of(cls, spec: Device | torch.device | str = "auto") -> Device:
@@ -132,6 +135,18 @@ class Device:
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         """Makes this device current inside the block and restores the caller's after it."""
         return torch.cuda.device(self.torch) if self.is_cuda else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """Makes the device's context current for driver calls, also in a thread that has made no CUDA call yet."""
+        if self._context is None:
+            yield
+            return
+        check_cuda(self._driver.cuCtxPushCurrent(self._context))
+        try:
+            yield
+        finally:
+            check_cuda(self._driver.cuCtxPopCurrent())
 
     # memory -----------------------------------------------------------------------------------------------------
 
@@ -171,7 +186,7 @@ class Device:
         if not self.is_cuda:
             return
         flags = self._driver.CU_MEMHOSTREGISTER_PORTABLE | self._driver.CU_MEMHOSTREGISTER_DEVICEMAP
-        with self.guard():
+        with self.context():
             (status,) = self._driver.cuMemHostRegister(address, num_bytes, flags)
             if int(status):
                 raise OutOfMemory(f"{num_bytes} bytes of host memory cannot be pinned: {status.name}; ask for less")
@@ -182,8 +197,9 @@ class Device:
 
     def unpin(self, address: int) -> None:
         """Undo `pin`; no copy of that memory may be under way."""
-        if self.is_cuda:
-            check_cuda(self._driver.cuMemHostUnregister(address))
+        with self.context():
+            if self.is_cuda:
+                check_cuda(self._driver.cuMemHostUnregister(address))
 
     # streams and events -----------------------------------------------------------------------------------------
 
@@ -196,7 +212,7 @@ class Device:
     def event(self) -> Event:
         if not self.is_cuda:
             return Event()
-        with self.guard():
+        with self.context():
             return CudaEvent(self._driver)
 
     def capturing(self, stream: int) -> bool:

@@ -60,7 +60,8 @@ class ReservedMemory:
         self._range: _Range = _CudaRange(reserved_bytes, device) if device.is_cuda else _HostRange(reserved_bytes)
         self.chunk_bytes = self._range.chunk_bytes
         self.resize(num_bytes)
-        self.data = self._range.tensor()
+        with device.guard():
+            self.data = self._range.tensor()
 
     def resize(self, num_bytes: int) -> None:
         """Map the first `num_bytes` bytes, rounded up to whole chunks. What stays mapped keeps its bytes.
@@ -74,7 +75,7 @@ class ReservedMemory:
         if not 0 < num_bytes <= self.reserved_bytes:
             raise InvalidValue(f"num_bytes must be in 1..{self.reserved_bytes} (the bytes reserved), got {num_bytes}")
         before, after = self.mapped_bytes // self.chunk_bytes, -(-num_bytes // self.chunk_bytes)
-        with self._device.guard():
+        with self._device.context():
             if after > before:
                 self._range.map(before, after)
                 self._device.ledger.device_allocations += 1
@@ -116,7 +117,7 @@ class _CudaRange:
         self._num_bytes = num_bytes
         self._properties = _properties(driver, device)
         least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        with device.guard():
+        with device.context():
             granularity = int(check_cuda(driver.cuMemGetAllocationGranularity(self._properties, least)))
             shift = min(_LARGEST_SHIFT, max(0, (num_bytes // _GIB).bit_length() - 1))
             self.chunk_bytes = granularity << shift

@@ -92,6 +92,11 @@ class Pool:
         start = block_id * self.block_bytes
         return self.data[start : start + self.block_bytes].view(self.page_scale, self.layout.page_bytes)
 
+    @property
+    def blocks(self) -> torch.Tensor:
+        """uint8 [reserved_blocks, page_scale, page_bytes]; blocks past num_blocks have no memory."""
+        return self.data.view(self.reserved_blocks, self.page_scale, self.layout.page_bytes)
+
     def layer_view(self, layer_offset: int) -> torch.Tensor:
         """uint8 [pages, block_size, 1, token_bytes], contiguous, based at one layer's first page.
 
