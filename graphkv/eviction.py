@@ -61,22 +61,31 @@ class ContentSlots(BlockAllocator):
     def take(self, n: int) -> Index:
         """`n` slots, each with one reference, evicting what it must; `OutOfBlocks` with nothing changed if too few."""
         if n > self.free:
-            victims = self.choose(n - self.free)
-            if len(victims) < n - self.free:
-                self.put_back(victims)
-                counts = self.counts()
-                raise OutOfBlocks(n, counts.free, counts.retiring, len(victims), self.tier)
-            for slot in victims:
+            for slot in self._victims(n):
                 self._owner.evict(self.tier, slot)
         return super().take(n)
 
+    def _victims(self, n: int) -> list[int]:
+        """Whom to evict for `n` slots; `OutOfBlocks` if that is not enough."""
+        victims = self.choose(n - self.free)
+        if len(victims) < n - self.free:
+            self.put_back(victims)
+            counts = self.counts()
+            raise OutOfBlocks(n, counts.free, counts.retiring, len(victims), self.tier)
+        return victims
+
+    def require(self, n: int) -> None:
+        """`OutOfBlocks` if `take(n)` would raise it now."""
+        if n > self.free:
+            self.put_back(self._victims(n))
+
     def available(self, n: int) -> bool:
         """Whether `take(n)` would succeed now."""
-        if n <= self.free:
-            return True
-        victims = self.choose(n - self.free)
-        self.put_back(victims)
-        return len(victims) == n - self.free
+        try:
+            self.require(n)
+        except OutOfBlocks:
+            return False
+        return True
 
     def share(self, ids: NDArray[np.integer]) -> None:
         super().share(ids)

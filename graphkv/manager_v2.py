@@ -26,6 +26,7 @@ from graphkv.cache import ContentCache
 from graphkv.capacity import Capacity
 from graphkv.errors import InvalidValue, OutOfBlocks
 from graphkv.events import Event, EventKind, EventLog
+from graphkv.eviction import ContentSlots
 from graphkv.prefix import ABSENT, EVERYONE, Content, Digest, Match, Node, Scope, sha256
 from graphkv.retention import Retention, Worth
 from graphkv.row_batch import Batch
@@ -109,6 +110,7 @@ class ManagerV2(Capacity):
         self.events = EventLog(event_capacity)
         self._cache = ContentCache(block_size, [num_blocks], self.events, clock, digest)
         super().__init__(self._cache.device, block_size, max_rows, max_blocks, max_edits)
+        self.blocks: ContentSlots = self._cache.device
         self.prefix_caching, self.self_check, self._clock = prefix_caching, self_check, clock
         self.token_ids = np.zeros((max_rows, self.max_tokens + 1), np.int32)  # pages come into being as written
         self.cached_tokens = np.zeros(max_rows, np.int32)
@@ -315,9 +317,7 @@ class ManagerV2(Capacity):
             )
         length = int(self.length[row])
         full, part = divmod(length, self.block_size)
-        if part and not self._cache.device.available(1):
-            counts = self.blocks.counts()
-            raise OutOfBlocks(1, counts.free, counts.retiring)
+        self.blocks.require(int(part > 0))
         child = self._open_row(0, full + 1)
         ids = self.block_table[row, :full]
         self.blocks.share(ids)
@@ -339,12 +339,17 @@ class ManagerV2(Capacity):
         return super().rewind(rows, n, step)
 
     def _prepare_rewind(self, batch: Batch, num_cells: int, step: int) -> None:
-        """Rows that will write within a block of others get their own copy of it."""
+        """Rows that will write within a block of others get their own copy of it.
+
+        A findable block that nobody else references and nothing builds on becomes private again instead.
+        """
         keep = batch.tokens >> self._shift
         part = batch.tokens & self._round_up
         column = np.minimum(keep, self.max_blocks - 1)
         edge = self.block_table[batch.rows, column]
         at = np.flatnonzero((part > 0) & ((self.blocks.refs[edge] > 1) | self.blocks.kept[edge]))
+        own_again = [i for i in at.tolist() if self._is_sole(int(edge[i]))]
+        at = np.setdiff1d(at, own_again)
         self.table.need_edits(num_cells + at.size)
         if at.size:
             own = self.blocks.take(at.size).astype(np.int32)
@@ -352,6 +357,9 @@ class ManagerV2(Capacity):
                 self._copy(source, target, tokens)
             self.table.write(batch.rows[at], column[at].astype(np.intp), own)
             self.blocks.release(edge[at], step)
+        for i in own_again:
+            if (node := self.blocks.node_at[edge[i]]) is not None:
+                self._cache.lose(node)
         self._epoch[batch.rows] += 1
         for i in np.flatnonzero(self._due_at[batch.rows] > keep + 1).tolist():
             row, tail = int(batch.rows[i]), self._tail[batch.rows[i]]
@@ -362,6 +370,10 @@ class ManagerV2(Capacity):
         if self.events.capacity:
             for row, length in zip(batch.rows.tolist(), batch.tokens.tolist(), strict=True):
                 self.events.add(EventKind.REWOUND, row=row, length=length)
+
+    def _is_sole(self, block: int) -> bool:
+        node = self.blocks.node_at[block]
+        return node is not None and node.is_leaf and self.blocks.refs[block] == 1
 
     def _copy(self, source: int, target: int, tokens: int) -> None:
         self.blocks.share(np.array([source, target]))

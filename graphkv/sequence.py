@@ -32,12 +32,14 @@ class SequenceOwner(Protocol):
 class Sequence:
     """Token ids and blocks of one request, in one row for its whole life. Made by `DecodeRuntime.open`."""
 
-    __slots__ = ("_final_tokens", "_runtime", "is_open", "row", "serial")
+    __slots__ = ("_final_tokens", "_runtime", "cached_tokens", "is_open", "row", "serial")
 
-    def __init__(self, runtime: SequenceOwner, row: int, serial: int) -> None:
+    def __init__(self, runtime: SequenceOwner, row: int, serial: int, cached_tokens: int = 0) -> None:
         self._runtime = runtime
         self.row = row
         self.serial = serial
+        self.cached_tokens = cached_tokens
+        """Tokens that were found cached when the sequence was opened, or shared when it was forked."""
         self.is_open = True
         self._final_tokens: Int32Array | None = None
 
