@@ -1,8 +1,8 @@
 """Block ids: who may hand one out, when it is free again, in which table cell it stands. No byte is touched here.
 
-`BlockAllocator` owns the ids. An id is on the free stack, held (referenced once or more), or retiring: given up by
-everybody, but steps in flight may still touch its bytes. One clock decides when retiring ends: the step number. Id 0
-is the null block, in none of the three.
+`BlockAllocator` owns the ids. An id is free, held (referenced once or more), cached (nobody references it, but its
+content is findable and kept), or retiring: given up by everybody, but steps in flight may still touch its bytes. One
+clock decides when retiring ends: the step number. Id 0 is the null block, in none of these states.
 
 `BlockTable` owns the cells. Every cell that changes is noted in its journal, from which the device's copy is brought up
 to date.
@@ -23,13 +23,18 @@ _ONE = np.array(1, np.int32)
 
 
 class BlockCounts(NamedTuple):
-    """Blocks by state; `free + held + retiring == total`. The null block is not counted."""
+    """Blocks by state; `free + held + cached + retiring == total`. The null block is not counted.
+
+    Of the held ones, `shared` have findable content and are never written again; the others are private.
+    """
 
     total: int
     free: int
     held: int
     retiring: int
     peak_held: int
+    cached: int = 0
+    shared: int = 0
 
 
 class BlockAllocator:
@@ -56,6 +61,27 @@ class BlockAllocator:
         self._retiring: dict[int, list[Index]] = {}  # step -> ids that become free once it retired
         self._num_retiring = 0
         self._peak_held = 0
+        self._kept = np.zeros(num_blocks, np.bool_)  # content is findable
+        self._num_kept = self._num_cached = 0
+
+    @property
+    def free(self) -> int:
+        """Ids that can be handed out now."""
+        return self._free
+
+    @property
+    def kept(self) -> NDArray[np.bool_]:
+        """Whether the content of each block id is findable, bool [num_blocks]; read only."""
+        view = self._kept.view()
+        view.flags.writeable = False
+        return view
+
+    @property
+    def last_step(self) -> NDArray[np.int64]:
+        """The latest step that a release of each id has named, int64 [num_blocks]; read only."""
+        view = self._last_step.view()
+        view.flags.writeable = False
+        return view
 
     @property
     def refs(self) -> Int32s:
@@ -74,26 +100,49 @@ class BlockAllocator:
         self._free = free - n
         ids = self._stack[free - n : free].copy()
         self._refs[ids] = _ONE
-        held = self.num_blocks - 1 - self._free - self._num_retiring
-        if held > self._peak_held:
-            self._peak_held = held
+        self._note_peak()
         return ids
 
     def share(self, ids: NDArray[np.integer]) -> None:
-        """One more reference to each of `ids`, which must be held."""
+        """One more reference to each of `ids`, which must be held or cached."""
         ids = self._checked(ids)
-        if (self._refs[ids] < 1).any():
-            raise AssertionError(f"block {int(ids[self._refs[ids] < 1][0])} is not held, so it cannot be shared")
+        idle = ids[self._refs[ids] < 1]
+        if idle.size:
+            if not self._kept[idle].all():
+                raise AssertionError(f"block {int(idle[~self._kept[idle]][0])} is not held, so it cannot be shared")
+            self._num_cached -= np.unique(idle).size
         np.add.at(self._refs, ids, 1)
+        self._note_peak()
 
-    def release(self, ids: NDArray[np.integer], step: int) -> None:
+    def keep(self, block: int) -> None:
+        """The content of a held block became findable: without references it will be cached instead of free."""
+        if self._refs[block] < 1 or self._kept[block]:
+            raise AssertionError(f"block {block} with {self._refs[block]} references cannot be kept (again)")
+        self._kept[block] = True
+        self._num_kept += 1
+
+    def forget(self, block: int) -> None:
+        """The content of a kept block is no longer findable; if it was cached, it becomes free or retiring."""
+        if not self._kept[block]:
+            raise AssertionError(f"block {block} has no findable content to forget")
+        self._kept[block] = False
+        self._num_kept -= 1
+        if not self._refs[block]:
+            self._num_cached -= 1
+            self._give_up(np.array([block], np.intp))
+
+    def release(self, ids: NDArray[np.integer], step: int) -> Index:
         """Give up one reference to each of `ids` (an id given twice loses two).
 
-        An id without references becomes free when every step named by one of its releases has retired.
+        An id without references becomes free when every step named by one of its releases has retired, unless its
+        content is findable: then it is cached.
 
         Args:
             ids: held block ids, any integer type, [n].
             step: the last step that may touch the blocks on behalf of this owner; 0 if there is none.
+
+        Returns:
+            The ids that are now cached, ascending.
         """
         ids = self._checked(ids)
         np.subtract.at(self._refs, ids, 1)
@@ -103,6 +152,15 @@ class BlockAllocator:
             raise AssertionError(f"block {bad} released more often than it is referenced ({self._refs[bad]} times)")
         np.maximum.at(self._last_step, ids, step)
         gone = np.unique(ids[self._refs[ids] == 0])
+        kept: Index = gone[self._kept[gone]]
+        if kept.size:
+            self._num_cached += kept.size
+            gone = gone[~self._kept[gone]]
+        self._give_up(gone)
+        return kept
+
+    def _give_up(self, gone: Index) -> None:
+        """Distinct ids without references or findable content: free once the steps that may touch them retired."""
         steps = self._last_step[gone]
         for last in np.unique(steps).tolist():
             batch = gone[steps == last]
@@ -125,8 +183,9 @@ class BlockAllocator:
     def counts(self) -> BlockCounts:
         """Blocks by state, now."""
         total = self.num_blocks - 1
-        held = total - self._free - self._num_retiring
-        return BlockCounts(total, self._free, held, self._num_retiring, self._peak_held)
+        cached, shared = self._num_cached, self._num_kept - self._num_cached
+        held = total - self._free - self._num_retiring - cached
+        return BlockCounts(total, self._free, held, self._num_retiring, self._peak_held, cached, shared)
 
     def check(self) -> None:
         """`AssertionError` unless each id is in exactly one state and the counts say so."""
@@ -140,14 +199,25 @@ class BlockAllocator:
         if self._refs[0] != 0 or (self._refs < 0).any():
             raise AssertionError(f"the null block has {self._refs[0]} references, the least has {self._refs.min()}")
         in_use = self._refs > 0
-        if not np.array_equal(in_use[1:], listed[1:] == 0):
-            bad = 1 + int((in_use[1:] == (listed[1:] > 0)).argmax())
-            raise AssertionError(f"block {bad} has {self._refs[bad]} references and is idle {listed[bad]} times")
+        owned = in_use | self._kept
+        if not np.array_equal(owned[1:], listed[1:] == 0):
+            bad = 1 + int((owned[1:] == (listed[1:] > 0)).argmax())
+            raise AssertionError(
+                f"block {bad} has {self._refs[bad]} references, is {'' if self._kept[bad] else 'not '}kept and "
+                f"idle {listed[bad]} times"
+            )
         counts = self.counts()
+        if counts.cached != (self._kept & ~in_use).sum() or counts.shared != (self._kept & in_use).sum():
+            raise AssertionError(f"{counts} disagrees with {int(self._kept.sum())} blocks of findable content")
         if counts.held != in_use.sum() or counts.retiring != sum(ids.size for ids in retiring):
             raise AssertionError(f"{counts} disagrees with {int(in_use.sum())} referenced blocks")
         if any(step <= self.retired for step in self._retiring):
             raise AssertionError(f"blocks wait for steps {sorted(self._retiring)}, but {self.retired} has retired")
+
+    def _note_peak(self) -> None:
+        held = self.num_blocks - 1 - self._free - self._num_retiring - self._num_cached
+        if held > self._peak_held:
+            self._peak_held = held
 
     def _push(self, ids: Index) -> None:
         self._stack[self._free : self._free + ids.size] = ids
@@ -201,10 +271,10 @@ class BlockTable:
         self.ids[row, :held] = 0
         self._stale[row] = held
 
-    def reopen(self, row: int) -> None:
-        """Note the cells that `drop` left behind on the device; `InvalidValue` if the journal lacks the room."""
+    def reopen(self, row: int, more: int = 0) -> None:
+        """Note the cells that `drop` left behind; `InvalidValue` if the journal lacks room for them and `more`."""
         stale = int(self._stale[row])
-        self.need_edits(stale)
+        self.need_edits(stale + more)
         self._note(row, np.arange(stale))
 
     def take_edits(self, out: Int32s) -> int:

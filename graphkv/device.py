@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from graphkv.errors import CudaUnavailable, DeviceFault, InvalidValue
+from graphkv.errors import CudaUnavailable, DeviceFault, InvalidValue, OutOfMemory
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -89,12 +89,15 @@ class Device:
         self.ledger = Ledger()
         self.sm_count = 1
         self._driver: Any = None
+        self._context: Any = None
         if self.is_cuda:
             with self.guard():
                 torch.cuda.init()
                 torch.cuda.current_stream()  # makes the primary context current, which the driver calls below rely on
                 self.sm_count = torch.cuda.get_device_properties(torch_device).multi_processor_count
             self._driver = cuda_driver()
+            handle = check_cuda(self._driver.cuDeviceGet(torch_device.index))
+            self._context = check_cuda(self._driver.cuDevicePrimaryCtxRetain(handle))  # torch's, for good
 
     @classmethod
     def of(cls, spec: Device | torch.device | str = "auto") -> Device:
@@ -133,6 +136,18 @@ class Device:
         """Makes this device current inside the block and restores the caller's after it."""
         return torch.cuda.device(self.torch) if self.is_cuda else contextlib.nullcontext()
 
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """Makes the device's context current for driver calls, also in a thread that has made no CUDA call yet."""
+        if self._context is None:
+            yield
+            return
+        check_cuda(self._driver.cuCtxPushCurrent(self._context))
+        try:
+            yield
+        finally:
+            check_cuda(self._driver.cuCtxPopCurrent())
+
     # memory -----------------------------------------------------------------------------------------------------
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -157,6 +172,35 @@ class Device:
         """Queue an asynchronous copy from pinned host address `source` to device address `target` on `stream`."""
         check_cuda(self._driver.cuMemcpyHtoDAsync(target, source, num_bytes, stream))
 
+    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """Queue an asynchronous copy between any two addresses, device or pinned host, on `stream`."""
+        check_cuda(self._driver.cuMemcpyAsync(target, source, num_bytes, stream))
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Page-lock host memory, so that the device reads and writes it at the same address; nothing on the CPU device.
+
+        Raises:
+            OutOfMemory: the system locks no more pages.
+            DeviceFault: the device sees host memory at other addresses than the host does.
+        """
+        if not self.is_cuda:
+            return
+        flags = self._driver.CU_MEMHOSTREGISTER_PORTABLE | self._driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        with self.context():
+            (status,) = self._driver.cuMemHostRegister(address, num_bytes, flags)
+            if int(status):
+                raise OutOfMemory(f"{num_bytes} bytes of host memory cannot be pinned: {status.name}; ask for less")
+            seen = int(check_cuda(self._driver.cuMemHostGetDevicePointer(address, 0)))
+            if seen != address:
+                self.unpin(address)
+                raise DeviceFault(f"the device sees host address {address:#x} at {seen:#x}; host tiers need them equal")
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`; no copy of that memory may be under way."""
+        with self.context():
+            if self.is_cuda:
+                check_cuda(self._driver.cuMemHostUnregister(address))
+
     # streams and events -----------------------------------------------------------------------------------------
 
     def stream(self) -> torch.cuda.Stream | None:
@@ -168,8 +212,15 @@ class Device:
     def event(self) -> Event:
         if not self.is_cuda:
             return Event()
-        with self.guard():
+        with self.context():
             return CudaEvent(self._driver)
+
+    def capturing(self, stream: int) -> bool:
+        """Whether `stream` is being captured, so that only work of the graph may go there."""
+        if not self.is_cuda:
+            return False
+        status = check_cuda(self._driver.cuStreamIsCapturing(stream))
+        return bool(status != self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
     @contextlib.contextmanager
     def running_on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:

@@ -36,6 +36,7 @@ class EngineShape:
         next_n: query tokens a row and decode step.
         max_edits: most table cells a step can change.
         prefill_chunk: most tokens a prefill step.
+        chunk_blocks: blocks that a step's tokens can fill.
     """
 
     max_rows: int
@@ -44,6 +45,7 @@ class EngineShape:
     next_n: int
     max_edits: int
     prefill_chunk: int
+    chunk_blocks: int
 
     @classmethod
     def of(
@@ -72,9 +74,11 @@ class EngineShape:
             raise InvalidValue(f"buckets must be within 1 .. max_rows {max_rows}, got {list(buckets)}")
         columns = -(-(max_seq_len + next_n) // config.block_size)
         max_blocks = -(-columns // TABLE_COLUMN_MULTIPLE) * TABLE_COLUMN_MULTIPLE
-        # Room for the edits of a whole step of either kind, and of a row that is opened where a long one ended.
-        max_edits = max_blocks + 2 * max_rows + max(max_rows * next_n, prefill_chunk) // config.block_size + 1
-        return cls(max_rows, max_blocks, tuple(buckets), next_n, max_edits, prefill_chunk)
+        # Room for the edits of a whole step of either kind, of a long row that is opened where a long one ended, and of
+        # the blocks that become shared when two steps retire meanwhile.
+        chunk_blocks = max(max_rows * next_n, prefill_chunk) // config.block_size + 1
+        max_edits = 2 * max_blocks + 4 * max_rows + 3 * chunk_blocks
+        return cls(max_rows, max_blocks, tuple(buckets), next_n, max_edits, prefill_chunk, chunk_blocks)
 
     @property
     def widest(self) -> int:

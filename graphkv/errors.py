@@ -14,21 +14,27 @@ class UnsupportedCombination(GraphKVError, ValueError):
 
 
 class OutOfBlocks(GraphKVError):
-    """The pool is short of blocks. Nothing changed; retry after steps retire or sequences close.
+    """A tier is short of blocks. Nothing changed; retry after steps retire, transfers end or sequences close.
 
     Attributes:
         needed: blocks that the refused call wanted in addition to those its rows hold.
         free: blocks that can be handed out now.
         retiring: blocks that become free when the steps in flight retire.
+        evictable: cached blocks that could have been evicted for this call, besides the free ones.
+        tier: 0 for the device, colder tiers from 1.
     """
 
-    def __init__(self, needed: int, free: int, retiring: int = 0) -> None:
+    def __init__(self, needed: int, free: int, retiring: int = 0, evictable: int = 0, tier: int = 0) -> None:
         self.needed = needed
         self.free = free
         self.retiring = retiring
+        self.evictable = evictable
+        self.tier = tier
+        where = f" in tier {tier}" if tier else ""
+        cached = f", {evictable} evictable" if evictable else ""
         super().__init__(
-            f"{needed} more blocks needed, {free} free and {retiring} freed once the steps in flight retire; "
-            "close a sequence, retire the steps in flight, or build the pools with more blocks"
+            f"{needed} more blocks needed{where}, {free} free{cached} and {retiring} freed once the steps in flight "
+            "retire; close a sequence, retire the steps in flight, or build the pools with more blocks"
         )
 
 
@@ -72,3 +78,23 @@ class CudaUnavailable(DeviceFault):
 
 class KernelCompileError(GraphKVError):
     """NVRTC refused a kernel source; the message holds its log."""
+
+
+class OutOfMemory(GraphKVError):
+    """The device or the host has no room for what was asked. Nothing changed; ask for less or free memory first."""
+
+
+class TransferTimeout(GraphKVError):
+    """A transfer between tiers did not end in the time allowed. It still owns its slots: nothing may reuse them.
+
+    Attributes:
+        ticket: the transfer's number.
+        seconds: how long it has been under way.
+    """
+
+    def __init__(self, ticket: int, seconds: float, what: str) -> None:
+        self.ticket = ticket
+        self.seconds = seconds
+        super().__init__(
+            f"transfer {ticket} ({what}) has not ended after {seconds:.1f} s; its slots stay out of use until it does"
+        )

@@ -1,40 +1,56 @@
-"""The manager: which row holds which blocks, how long each row is, and which table cells the device must still be told.
+"""The manager: sequences in rows, content that outlives them, and what must be copied for both. It touches no byte.
 
-All state is NumPy arrays indexed by row; a step costs a handful of array operations over its batch and creates no
-object per block. The device never reads these arrays: it learns of changes through the journal (`take_edits`).
+What `Capacity` does for rows of private blocks, the manager does for blocks with findable content too. A block is
+*private* (one owner, filling), *shared* (its content is findable, somebody references it) or *cached* (findable,
+referenced by nobody, evictable). A block that is shared, or referenced twice, is never written again: whoever has to
+write at such a place gets a copy first.
 
-Lengths run ahead of the results. When step n+1 is submitted before step n retired, nobody knows yet how many tokens
-step n accepted, so `length` counts what the submitted steps make valid at most (`advance`), and `settle` takes the
-surplus back once a step's results are known. Capacity covers that worst case, so no submitted step ever writes past
-the blocks of its row:
+    open (match, share, copy a partial block) -> extend, advance, settle -> commit (findable) -> close (cached)
 
-    extend (capacity >= length + n) -> submit -> advance (length += n) -> results -> settle (length -= n - accepted)
-
-`extend` alone moves no length, so repeating it for a step that was then skipped reserves nothing more.
+Copies leave as an ordered list: whoever submits steps takes it (`take_copies`) and puts it on the stream before the
+next step. A copy's two blocks stay out of other hands until that step retired.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from graphkv.blocks import BlockAllocator, BlockTable, Index, Int32s
-from graphkv.errors import InvalidValue, OutOfRows
+from graphkv.blocks import Index, Int32s
+from graphkv.cache import ContentCache
+from graphkv.capacity import Capacity
+from graphkv.errors import InvalidValue, OutOfBlocks
+from graphkv.events import Event, EventKind, EventLog
+from graphkv.eviction import ContentSlots
+from graphkv.prefix import ABSENT, EVERYONE, Content, Digest, Match, Node, Scope, sha256
+from graphkv.retention import Retention, Worth
+from graphkv.row_batch import Batch
+from graphkv.self_check import check_content
+from graphkv.transfer import DEVICE, CopyJob
 
-RewindListener = Callable[[int, int, Int32s], None]
-_I32 = np.dtype(np.int32)
-_ZERO = np.array(0, np.int32)
-_MAX_TOKENS = 1 << 30  # of a row, so that length + n stays within int32
+_NEVER = np.iinfo(np.int32).max
+_NO_MATCH = Match([], None, 0)
+_PLAIN = Retention()
 
 
 @dataclass(frozen=True, slots=True)
 class ManagerStats:
-    """Counts of a manager at one moment. Blocks exclude the null block; a shared block counts once."""
+    """Counts of a manager at one moment, and totals since construction.
+
+    Blocks exclude the null block; `blocks_held` (private and shared) + free + retiring + cached = total.
+
+    Attributes:
+        tokens_matched: tokens that sequences found cached when they were opened. What a step computes again, such as
+            the last token of a prompt that is wholly known, is not among them.
+        tokens_asked: tokens of all prompts that looked for a match.
+        blocks_stored, blocks_evicted: how often content became findable on the device, and had to make room there.
+        blocks_merged: full blocks given up at commit for an equal one that was there.
+    """
 
     blocks_total: int
     blocks_free: int
@@ -45,343 +61,409 @@ class ManagerStats:
     rows_free: int
     rows_retiring: int
     edits_pending: int
+    blocks_cached: int = 0
+    blocks_shared: int = 0
+    tokens_matched: int = 0
+    tokens_asked: int = 0
+    blocks_stored: int = 0
+    blocks_evicted: int = 0
+    blocks_merged: int = 0
+    copies_pending: int = 0
+
+    @property
+    def blocks_private(self) -> int:
+        return self.blocks_held - self.blocks_shared
 
 
-class _Batch(NamedTuple):
-    """A validated batch of distinct open rows, with scratch of its size; kept while the same rows come again."""
-
-    rows: Index
-    tokens: Int32s
-    want: Int32s
-    held: Int32s
-    mask: NDArray[np.bool_]
-
-    @classmethod
-    def empty(cls, size: int) -> _Batch:
-        tokens, want, held = np.empty((3, size), np.int32)
-        return cls(np.empty(size, np.intp), tokens, want, held, np.empty(size, np.bool_))
-
-    def of(self, rows: Index) -> _Batch:
-        """The front part of this scratch, with a copy of `rows`."""
-        self.rows[: rows.size] = rows
-        return _Batch._make(array[: rows.size] for array in self)
-
-
-class ManagerV2:
-    """Rows, lengths, capacity and the journal of table edits, over one `BlockAllocator`.
-
-    Verbs take `rows` as an array of distinct open rows (int32 is fastest) and `n` as one count for all or an array of
-    one each. A call that raises has changed nothing: `InvalidValue` is the caller's mistake, `OutOfBlocks` and
-    `OutOfRows` may be retried. The arrays are for reading; only the verbs write them.
+class ManagerV2(Capacity):
+    """Rows and content over one pool of blocks. See `Capacity` for the verbs of rows.
 
     Attributes:
-        block_table: int32 [max_rows, max_blocks], block ids; 0 (null block) past a row's blocks and in closed rows.
-        length: int32 [max_rows], tokens that are valid, or will be at most, once the submitted steps ran.
-        blocks_held: int32 [max_rows]; a row's capacity is `blocks_held * block_size` tokens, never below its length.
-        serial: int64 [max_rows], how often the row was opened: tells the sequences of a row apart.
-        is_open: bool [max_rows].
-        on_rewind: called as `listener(row, new_length, ids)` after a rewind, for each row that gave up blocks.
+        token_ids: int32 [max_rows, max_tokens + 1]: what a row's tokens are, as far as told by `open` and by the
+            caller, who writes each position before it is committed.
+        cached_tokens: int32 [max_rows], tokens that the row's sequence found cached when it was opened.
+        submitted: the last step given to the device. Kept true by the caller, in whose hands steps are.
 
     Args:
-        num_blocks: blocks in the pools, the null block included.
-        block_size: tokens a block, a power of two.
-        max_rows, max_blocks: lines and columns of the block table.
-        max_edits: room of the journal in table cells, at least `max_blocks`; by default a whole row and a cell of each.
+        num_blocks, block_size, max_rows, max_blocks, max_edits: see `Capacity`; num_blocks includes the null block.
+        prefix_caching: whether content is made findable at all.
+        event_capacity: events kept until `take_events`; 0 records none.
+        self_check: run `check` after each retired step.
+        clock: seconds, for retention with a time limit.
+        digest: hash of content keys; anything weaker than SHA-256 is for tests alone.
     """
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, max_rows: int, max_blocks: int, max_edits: int | None = None
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_blocks: int,
+        max_edits: int | None = None,
+        prefix_caching: bool = True,
+        event_capacity: int = 0,
+        self_check: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        digest: Digest = sha256,
     ) -> None:
-        if block_size < 1 or block_size & (block_size - 1):
-            raise InvalidValue(f"block_size must be a power of two, got {block_size}")
-        if max_rows < 1 or max_blocks < 1 or max_blocks * block_size > _MAX_TOKENS:
-            raise InvalidValue(
-                f"max_rows and max_blocks must be positive and a row at most {_MAX_TOKENS} tokens, "
-                f"got {max_rows} rows of {max_blocks} blocks of {block_size} tokens"
-            )
-        self.blocks = BlockAllocator(num_blocks)
-        self.table = BlockTable(max_rows, max_blocks, max_rows + max_blocks if max_edits is None else max_edits)
-        self.block_table = self.table.ids
-        self.block_size, self.max_rows, self.max_blocks = block_size, max_rows, max_blocks
-        self.max_tokens = max_blocks * block_size
-        self.length = np.zeros(max_rows, np.int32)
-        self.blocks_held = np.zeros(max_rows, np.int32)
-        self.serial = np.zeros(max_rows, np.int64)
-        self.is_open = np.zeros(max_rows, np.bool_)
-        self.on_rewind: list[RewindListener] = []
-        self._free_rows = list(range(max_rows - 1, -1, -1))
-        self._retiring_rows: dict[int, list[int]] = {}
-        self._scratch = self._batch = _Batch.empty(max_rows)
-        self._batch_key: bytes | None = None  # the batch's rows as int32 bytes, since callers reuse their arrays
-        self._position = np.empty(max_rows, np.intp)
-        # Zero-dimensional arrays: a Python int as an operand costs NumPy half a microsecond more.
-        self._n = np.array(0, np.int32)
-        self._shift = np.array(block_size.bit_length() - 1, np.int32)
-        self._round_up = np.array(block_size - 1, np.int32)
-        self._columns = np.array(max_blocks, np.int32)
+        self.events = EventLog(event_capacity)
+        self._cache = ContentCache(block_size, [num_blocks], self.events, clock, digest)
+        super().__init__(self._cache.device, block_size, max_rows, max_blocks, max_edits)
+        self.blocks: ContentSlots = self._cache.device
+        self.prefix_caching, self.self_check, self._clock = prefix_caching, self_check, clock
+        self.token_ids = np.zeros((max_rows, self.max_tokens + 1), np.int32)  # pages come into being as written
+        self.cached_tokens = np.zeros(max_rows, np.int32)
+        self.submitted = 0
+        self._due_at = np.full(max_rows, _NEVER, np.int32)  # full blocks at which commit has work to do
+        self._epoch = np.zeros(max_rows, np.int64)  # counts what makes a row's waiting commits void
+        self._tail: list[Node | None] = [None] * max_rows  # last findable block of a row, or its scope's root
+        self._contents: list[Sequence[Content]] = [()] * max_rows
+        self._retention = [_PLAIN] * max_rows
+        self._copies: list[CopyJob] = []
+        # Commits (rows, full blocks, epochs) that wait for a step, and those that are due for the tree.
+        self._waiting: dict[int, list[tuple[Index, Int32s, NDArray[np.int64]]]] = {}
+        self._unindexed: list[tuple[Index, Int32s, NDArray[np.int64]]] = []
+        self._matched = self._asked = self._merged = 0
 
-    @property
-    def edits_pending(self) -> int:
-        """Table cells noted in the journal since the last `take_edits`."""
-        return self.table.edits_pending
+    # opening --------------------------------------------------------------------------------------------------------
 
-    @property
-    def edits_room(self) -> int:
-        """Table cells that the journal can still note before `take_edits`."""
-        return self.table.max_edits - self.table.edits_pending
+    def open(
+        self,
+        num_tokens_hint: int = 0,
+        *,
+        tokens: ArrayLike | None = None,
+        scope: Scope = EVERYONE,
+        contents: Sequence[Content] = (),
+        retention: Retention = _PLAIN,
+        match: bool = True,
+    ) -> int:
+        """A free row for a sequence that begins with `tokens`; what of them is cached is shared, not computed again.
 
-    def open(self, num_tokens_hint: int = 0) -> int:
-        """A free row, now with length and capacity 0; `OutOfRows` if there is none.
-
-        Cells that the row's last sequence left on the device are journalled, so that they become the null block.
+        On return `length` and `cached_tokens` of the row are the tokens matched, at most all but the last. A whole
+        block is shared; of one that agrees in its first tokens only, these are copied into a private block.
 
         Args:
             num_tokens_hint: tokens the sequence is known to need; refused now if no row could ever hold them.
-        """
-        if not 0 <= num_tokens_hint <= self.max_tokens:
-            raise InvalidValue(
-                f"a sequence of {num_tokens_hint} tokens does not fit a row of {self.max_tokens}; build with more "
-                "max_blocks"
-            )
-        if not self._free_rows:
-            raise OutOfRows(self.max_rows, sum(map(len, self._retiring_rows.values())))
-        row = self._free_rows[-1]
-        self.table.reopen(row)
-        self._free_rows.pop()
-        self.serial[row] += 1
-        self.is_open[row] = True
-        return row
-
-    def extend(self, rows: ArrayLike, n: ArrayLike) -> int:
-        """Make room for `n` more tokens in every row, or in none: capacity becomes at least length + n.
-
-        Returns:
-            The blocks that were added.
+            tokens: int [n], the prompt; without it nothing is matched, and nothing found later either unless the
+                caller writes `token_ids`.
+            scope, contents: what must agree besides tokens.
+            retention: how long the content that the sequence makes or uses is worth keeping.
+            match: whether to look for cached content at all.
 
         Raises:
-            OutOfBlocks: the pool is short.
-            InvalidValue: a bad row or n, a row past its `max_tokens`, or a journal without room.
+            OutOfRows: all rows are taken.
+            InvalidValue: a sequence that fits no row, or a journal without room.
         """
-        batch = self._batch_of(rows)
-        want, held, mask = batch.want, batch.held, batch.mask
-        self.length.take(batch.rows, None, want, "clip")
-        np.add(want, self._counts(n, batch.rows.size, "n"), want)
-        np.add(want, self._round_up, want)
-        np.right_shift(want, self._shift, want)
-        self.blocks_held.take(batch.rows, None, held, "clip")
-        np.greater(want, held, mask)
-        short = mask.nonzero()[0]
-        if not short.size:
+        self.index_commits()
+        prompt = np.zeros(0, np.int32) if tokens is None else _token_array(tokens)
+        root = self._cache.index.root(scope) if self.prefix_caching else None
+        found = _NO_MATCH
+        if root is not None and match and prompt.size:
+            found = self._cache.index.match(root, prompt[:-1], contents)
+        needed = num_tokens_hint if num_tokens_hint < 0 else max(num_tokens_hint, prompt.size)
+        row = self._open_row(needed, len(found.nodes) + 1 if prompt.size else 0)
+        self.token_ids[row, : prompt.size] = prompt
+        self._tail[row], self._contents[row], self._retention[row] = root, contents, retention
+        self._due_at[row] = _NEVER if root is None else 1
+        self._asked += prompt.size if match else 0
+        if found.nodes or found.partial:
+            self._share(row, found)
+        self.cached_tokens[row] = self.length[row]
+        return row
+
+    def probe_match(self, tokens: ArrayLike, scope: Scope = EVERYONE, contents: Sequence[Content] = ()) -> int:
+        """How many of `tokens` a sequence would find cached if it were opened now. Takes and changes nothing."""
+        self.index_commits()
+        prompt, root = _token_array(tokens), self._cache.index.root(scope)
+        if root is None or not prompt.size:
             return 0
-        one_each = type(n) is int and n <= self.block_size  # since capacity is never below length
-        return self._grow(batch.rows[short], held[short], want[short], one_each)
+        found = self._cache.index.match(root, prompt[:-1], contents)
+        return len(found.nodes) * self.block_size + found.partial_tokens
 
-    def advance(self, rows: ArrayLike, n: ArrayLike) -> None:
-        """Move lengths up by `n`, when a step is submitted; `InvalidValue` where capacity does not cover it."""
-        batch = self._batch_of(rows)
-        tokens, capacity, mask = batch.tokens, batch.held, batch.mask
-        self.length.take(batch.rows, None, tokens, "clip")
-        np.add(tokens, self._counts(n, batch.rows.size, "n"), tokens)
-        self.blocks_held.take(batch.rows, None, capacity, "clip")
-        np.left_shift(capacity, self._shift, capacity)
-        np.greater(tokens, capacity, mask)
-        if np.count_nonzero(mask):
-            at = int(mask.argmax())
-            raise InvalidValue(
-                f"row {batch.rows[at]} cannot advance to {tokens[at]} tokens with room for {capacity[at]}; extend first"
-            )
-        self.length[batch.rows] = tokens
+    def _share(self, row: int, found: Match) -> None:
+        """Reference what was matched, first of all, then copy the partial block if there is one to copy it into."""
+        cache, count = self._cache, len(found.nodes)
+        ids = np.array([node.slots[DEVICE] for node in found.nodes], np.int32)
+        cache.device.share(ids)
+        length = count * self.block_size
+        if found.partial is not None:
+            source = found.partial.slots[DEVICE]
+            cache.device.hold(source)
+            try:
+                ids = np.append(ids, cache.device.take(1).astype(np.int32))
+            except OutOfBlocks:
+                pass  # a match never fails for want of room: it is shorter
+            else:
+                self._copy(source, int(ids[count]), found.partial_tokens)
+                length += found.partial_tokens
+            cache.device.drop(source)
+        self.table.write(np.full(ids.size, row, np.intp), np.arange(ids.size), ids)
+        self.blocks_held[row], self.length[row] = ids.size, length
+        self._matched += length
+        if count:
+            self._tail[row] = found.nodes[-1]
+            self._due_at[row] = count + 1
+        if self._retention[row].ranges:
+            for column, node in enumerate(found.nodes):
+                cache.retain(node, self._worth(row, column))
 
-    def settle(self, rows: ArrayLike, surplus: ArrayLike, serial: ArrayLike | None = None) -> None:
-        """Take back what a retired step was credited beyond what it accepted: lengths go down, blocks stay.
+    def _worth(self, row: int, column: int) -> Worth:
+        retention, start = self._retention[row], column * self.block_size
+        return retention.of(start, start + self.block_size, self._clock() if retention.ranges else 0.0)
+
+    # content --------------------------------------------------------------------------------------------------------
+
+    def commit(self, rows: ArrayLike, length: ArrayLike, *, step: int = 0, serial: ArrayLike | None = None) -> None:
+        """The first `length` tokens of each row are final, and `token_ids` tells them: full blocks become findable.
+
+        Costs one comparison for rows that completed no block. Where equal content is findable already, the row takes
+        that block instead of its own, which is given up once the steps submitted by now retired.
 
         Args:
-            rows: the rows of that step.
-            surplus: tokens to take off each length, next_n - accepted.
-            serial: the rows' serials when the step was submitted; rows closed since, or given to another sequence,
-                are then skipped. Without it every row must be open.
+            rows: distinct rows, int [B].
+            length: one for all or one each, never more than was written.
+            step: the step that wrote them; if it has not retired, they become findable when it does, unless the row
+                was rewound or closed by then.
+            serial: the rows' serials when that step was submitted; other sequences' rows are skipped.
         """
+        index = self._reader.index(rows)
+        blocks = np.right_shift(np.asarray(length, np.int32), self._shift)
+        due = (blocks >= self._due_at[index]).nonzero()[0]
+        if not due.size:
+            return
+        full = blocks[due] if blocks.ndim else np.full(due.size, blocks)
+        index = index[due]
         if serial is not None:
-            index, then = self._index_of(rows), np.asarray(serial)
-            if then.shape != index.shape:
-                raise InvalidValue(f"serial must be one for each of {index.size} rows, got shape {then.shape}")
-            same = self.is_open[index] & (self.serial[index] == then)
-            if np.count_nonzero(same) < index.size:
-                counts = self._counts(surplus, index.size, "surplus")
-                rows, surplus = index[same], counts[same] if counts.ndim else counts
-        batch = self._batch_of(rows)
-        self._shorten(batch, surplus, "surplus")
-        self.length[batch.rows] = batch.tokens
+            same = self.serial[index] == np.asarray(serial)[due]
+            index, full = index[same], full[same]
+        if (over := full > self.blocks_held[index]).any():
+            row = index[over][0]
+            raise InvalidValue(f"row {row} has {self.blocks_held[row]} blocks, {full[over][0]} cannot be committed")
+        commits = index, full, self._epoch[index]
+        if step > self.blocks.retired:
+            self._waiting.setdefault(operator.index(step), []).append(commits)
+        else:
+            self._due_at[index] = full + 1
+            self._unindexed.append(commits)
+
+    def index_commits(self) -> None:
+        """Enter what was committed into the tree of content. Every verb that looks at content does so first.
+
+        Call it where the host has time, such as after a step was launched, so that those verbs find little to do.
+        """
+        while self._unindexed:
+            for row, count, then in zip(*(array.tolist() for array in self._unindexed.pop(0)), strict=True):
+                if self._epoch[row] == then:
+                    self._commit_row(row, count)
+
+    def _commit_row(self, row: int, count: int) -> None:
+        """Make the row's blocks up to column count-1 findable, as far as the journal has room for merges."""
+        tail, cache = self._tail[row], self._cache
+        if tail is None:
+            return
+        first, size = tail.depth, self.block_size
+        tokens = self.token_ids[row, first * size : count * size]
+        for column, content in enumerate(
+            cache.index.contents(tokens, first, count - first, self._contents[row]), first
+        ):
+            worth = self._worth(row, column)
+            node = cache.index.insert(tail, content, worth)
+            if node is None:
+                self._due_at[row] = _NEVER
+                return
+            own, there = int(self.block_table[row, column]), node.slots[DEVICE]
+            cache.retain(node, worth)
+            if there == ABSENT:
+                cache.attach(node, DEVICE, own)
+            elif there != own and not self._merge(row, column, own, there):
+                return
+            self._tail[row] = tail = node
+            self._due_at[row] = column + 2
+
+    def _merge(self, row: int, column: int, own: int, there: int) -> bool:
+        """Let the row use the block `there` with equal content instead of its own; False if the journal is full."""
+        if not self.edits_room:
+            return False
+        self._cache.device.hold(there)
+        self.table.write(np.array([row]), np.array([column]), there)
+        self._cache.device.drop(own, self.submitted)
+        self._merged += 1
+        return True
+
+    def evict(self, count: int | None = None) -> int:
+        """Free up to `count` cached blocks now (all that can be, by default), in order of eviction; how many."""
+        self.index_commits()
+        slots = self._cache.device
+        victims = slots.choose(slots.num_blocks if count is None else count)
+        for slot in victims:
+            self._cache.evict(DEVICE, slot)
+        return len(victims)
+
+    # forks and copies -----------------------------------------------------------------------------------------------
+
+    def fork(self, row: int) -> int:
+        """A new row with the tokens of `row`: full blocks are shared, what a partial one holds is copied.
+
+        Raises:
+            InvalidValue: steps are in flight, so that the row's length is not settled; or a journal without room.
+            OutOfRows, OutOfBlocks: nothing changed.
+        """
+        row = int(self._reader.of(np.array([row])).rows[0])
+        self.index_commits()
+        if self.submitted > self.blocks.retired:
+            raise InvalidValue(
+                f"row {row} may be in step {self.submitted}, and {self.blocks.retired} has retired; retire it first"
+            )
+        length = int(self.length[row])
+        full, part = divmod(length, self.block_size)
+        self.blocks.require(int(part > 0))
+        child = self._open_row(0, full + 1)
+        ids = self.block_table[row, :full]
+        self.blocks.share(ids)
+        if part:
+            own = int(self.blocks.take(1)[0])
+            self._copy(int(self.block_table[row, full]), own, part)
+            ids = np.append(ids, np.int32(own))
+        self.table.write(np.full(ids.size, child, np.intp), np.arange(ids.size), ids)
+        self.blocks_held[child], self.length[child] = ids.size, length
+        self.cached_tokens[child] = length
+        self.token_ids[child, : length + 1] = self.token_ids[row, : length + 1]
+        self._tail[child], self._due_at[child] = self._tail[row], self._due_at[row]
+        self._contents[child], self._retention[child] = self._contents[row], self._retention[row]
+        return child
 
     def rewind(self, rows: ArrayLike, n: ArrayLike, step: int) -> int:
-        """Lengths go back by `n`; blocks wholly past the new length, reserved ones included, are given up.
+        """See `Capacity.rewind`. A row that goes back into a block of others gets a copy of it (`OutOfBlocks`)."""
+        self.index_commits()
+        return super().rewind(rows, n, step)
 
-        Their cells become the null block and are journalled; their ids are handed out again once `step` retired. With
-        n = 0 a row gives back what it reserved and did not use. Listeners run last: what one raises passes on, but the
-        rewind is done.
+    def _prepare_rewind(self, batch: Batch, num_cells: int, step: int) -> None:
+        """Rows that will write within a block of others get their own copy of it.
 
-        Args:
-            step: the last submitted step that may touch these rows; 0 if there is none.
-
-        Returns:
-            The blocks that were given up.
+        A findable block that nobody else references and nothing builds on becomes private again instead.
         """
-        step = operator.index(step)
-        batch = self._batch_of(rows)
-        self._shorten(batch, n, "n")
-        held = self.blocks_held[batch.rows]
-        keep = (batch.tokens + self._round_up) >> self._shift
-        cell_rows, cell_columns = _cells(batch.rows, keep, held)
-        self.table.need_edits(cell_rows.size)
-        ids = self.block_table[cell_rows, cell_columns]
-        self.table.write(cell_rows, cell_columns, 0)
-        self.blocks_held[batch.rows] = keep
-        self.length[batch.rows] = batch.tokens
-        self.blocks.release(ids, step)
-        if self.on_rewind:
-            notices = [(row, int(self.length[row]), ids[cell_rows == row]) for row in np.unique(cell_rows).tolist()]
-            for listener in self.on_rewind:
-                for notice in notices:
-                    listener(*notice)
-        return ids.size
+        keep = batch.tokens >> self._shift
+        part = batch.tokens & self._round_up
+        column = np.minimum(keep, self.max_blocks - 1)
+        edge = self.block_table[batch.rows, column]
+        at = np.flatnonzero((part > 0) & ((self.blocks.refs[edge] > 1) | self.blocks.kept[edge]))
+        own_again = [i for i in at.tolist() if self._is_sole(int(edge[i]))]
+        at = np.setdiff1d(at, own_again)
+        self.table.need_edits(num_cells + at.size)
+        if at.size:
+            own = self.blocks.take(at.size).astype(np.int32)
+            for source, target, tokens in zip(edge[at].tolist(), own.tolist(), part[at].tolist(), strict=True):
+                self._copy(source, target, tokens)
+            self.table.write(batch.rows[at], column[at].astype(np.intp), own)
+            self.blocks.release(edge[at], step)
+        for i in own_again:
+            if (node := self.blocks.node_at[edge[i]]) is not None:
+                self._cache.lose(node)
+        self._epoch[batch.rows] += 1
+        for i in np.flatnonzero(self._due_at[batch.rows] > keep + 1).tolist():
+            row, tail = int(batch.rows[i]), self._tail[batch.rows[i]]
+            while tail is not None and tail.depth > keep[i]:
+                tail = tail.parent
+            self._tail[row] = tail
+            self._due_at[row] = _NEVER if tail is None else tail.depth + 1
+        if self.events.capacity:
+            for row, length in zip(batch.rows.tolist(), batch.tokens.tolist(), strict=True):
+                self.events.add(EventKind.REWOUND, row=row, length=length)
+
+    def _is_sole(self, block: int) -> bool:
+        node = self.blocks.node_at[block]
+        return node is not None and node.is_leaf and self.blocks.refs[block] == 1
+
+    def _copy(self, source: int, target: int, tokens: int) -> None:
+        self.blocks.share(np.array([source, target]))
+        self._copies.append(CopyJob(DEVICE, source, DEVICE, target, tokens))
+
+    @property
+    def copies_pending(self) -> int:
+        """Copies that the next step needs and nobody has taken yet."""
+        return len(self._copies)
+
+    def take_copies(self, step: int = 0) -> list[CopyJob]:
+        """The copies to make before step `step`, in this order; 0 if they are made before the call returns."""
+        jobs, self._copies = self._copies, []
+        if jobs:
+            self.blocks.release(np.array([(job.source, job.target) for job in jobs]).ravel(), step)
+        return jobs
+
+    # the end --------------------------------------------------------------------------------------------------------
 
     def close(self, row: int, step: int, serial: int) -> bool:
-        """End the sequence that opened `row` as its `serial`-th; False, and nothing done, if it ended before.
-
-        Needs no room in the journal: what it leaves on the device is journalled when the row is opened again.
-
-        Args:
-            step: the last submitted step that may touch the row; its blocks and the row are reused once it retired.
-        """
-        row, step = operator.index(row), operator.index(step)
-        if not 0 <= row < self.max_rows or not 1 <= serial <= self.serial[row]:
-            raise InvalidValue(f"row {row} was never opened with serial {serial}; rows are 0 .. {self.max_rows - 1}")
-        if serial != self.serial[row] or not self.is_open[row]:
+        """End a sequence, see `Capacity.close`; its findable blocks become cached."""
+        self.index_commits()
+        if not super().close(row, step, serial):
             return False
-        held = int(self.blocks_held[row])
-        self.blocks.release(self.block_table[row, :held], step)
-        self.table.drop(row, held)
-        self.blocks_held[row] = self.length[row] = 0
-        self.is_open[row] = False
-        self._batch_key = None  # that batch may name this row
-        if step <= self.blocks.retired:
-            self._free_rows.append(row)
-        else:
-            self._retiring_rows.setdefault(step, []).append(row)
+        self._tail[row], self._contents[row], self._retention[row] = None, (), _PLAIN
+        self._due_at[row] = _NEVER
+        self._epoch[row] += 1
         return True
 
     def retire(self, step: int) -> None:
-        """Every step up to `step` has retired: blocks and rows that waited for them become free."""
-        self.blocks.retire(operator.index(step))
-        for done in sorted(s for s in self._retiring_rows if s <= step):
-            self._free_rows += self._retiring_rows.pop(done)
+        """Every step up to `step` has retired: what waited for them is free, or findable."""
+        super().retire(step)
+        for done in sorted(s for s in self._waiting if s <= step):
+            self._unindexed += self._waiting.pop(done)
+        if self.self_check:
+            self.check()
 
-    def take_edits(self, out: Int32s) -> int:
-        """Move the journal into `out` as (row, column, block id) and return the number of edits.
-
-        Args:
-            out: int32 [at least edits_pending, 3]; lines past the returned number are left as they were.
-        """
-        return self.table.take_edits(out)
+    def take_events(self) -> list[Event]:
+        """Events since the last call, oldest first; a jump of their numbers tells of dropped ones."""
+        self.index_commits()
+        return self.events.take()
 
     def stats(self) -> ManagerStats:
         """Counts of blocks, rows and edits, now."""
-        free, retiring = len(self._free_rows), sum(map(len, self._retiring_rows.values()))
-        rows = (self.max_rows - free - retiring, free, retiring)
-        return ManagerStats(*self.blocks.counts(), *rows, self.edits_pending)
+        self.index_commits()
+        total, free, held, retiring, peak, cached, shared = self.blocks.counts()
+        return ManagerStats(
+            total,
+            free,
+            held,
+            retiring,
+            peak,
+            *self.rows_by_state,
+            self.edits_pending,
+            blocks_cached=cached,
+            blocks_shared=shared,
+            tokens_matched=self._matched,
+            tokens_asked=self._asked,
+            blocks_stored=self._cache.stored[DEVICE],
+            blocks_evicted=self._cache.evicted[DEVICE],
+            blocks_merged=self._merged,
+            copies_pending=len(self._copies),
+        )
 
     def check(self) -> None:
         """`AssertionError` with the facts if an invariant is broken. For tests and debug modes: it reads everything."""
-        self.blocks.check()
-        open_rows = np.flatnonzero(self.is_open).tolist()
-        idle = self._free_rows + [row for rows in self._retiring_rows.values() for row in rows]
-        if sorted(open_rows + idle) != list(range(self.max_rows)):
-            raise AssertionError(f"open rows {open_rows} and idle rows {idle} are not each of {self.max_rows} once")
-        held, table = self.blocks_held, self.block_table
-        capacity = np.where(self.is_open, held * self.block_size, 0)
-        if (bad := (self.length < 0) | (self.length > capacity) | (held > self.max_blocks)).any():
-            row = int(bad.argmax())
-            raise AssertionError(f"row {row} has length {self.length[row]} and {held[row]} blocks, not open or too few")
-        in_row = np.arange(self.max_blocks) < (held * self.is_open)[:, None]
-        if (bad := np.where(in_row, (table < 1) | (table >= self.blocks.num_blocks), table != 0)).any():
-            row, column = np.argwhere(bad)[0].tolist()
-            raise AssertionError(f"row {row} of {held[row]} blocks has id {table[row, column]} in column {column}")
-        uses = np.bincount(table[in_row], minlength=self.blocks.num_blocks)
-        if (differs := uses != self.blocks.refs).any():
-            block = int(differs.argmax())
-            raise AssertionError(f"block {block} is in {uses[block]} rows with {self.blocks.refs[block]} references")
+        self.index_commits()
+        super().check()
+        self._cache.check()
+        check_content(self)
 
-    def _grow(self, rows: Index, held: Int32s, want: Int32s, one_each: bool) -> int:
-        """Give `rows`, all short of blocks, the columns held .. want-1; every check comes before the first change."""
-        if np.count_nonzero(want > self._columns):
-            at = int(want.argmax())
-            raise InvalidValue(
-                f"row {rows[at]} of length {self.length[rows[at]]} would need {want[at]} blocks, but a row has "
-                f"{self.max_blocks} ({self.max_tokens} tokens); close it or build with more max_blocks"
-            )
-        cell_rows, cell_columns = (rows, held.astype(np.intp)) if one_each else _cells(rows, held, want)
-        self.table.need_edits(cell_rows.size)
-        ids = self.blocks.take(cell_rows.size)
-        self.table.write(cell_rows, cell_columns, ids.astype(np.int32))
-        self.blocks_held[rows] = want
-        return cell_rows.size
+    def row_tail(self, row: int) -> tuple[Node | None, int]:
+        """A row's last findable block (the root of its scope if there is none), and the block count of next commit."""
+        return self._tail[row], int(self._due_at[row])
 
-    def _shorten(self, batch: _Batch, n: ArrayLike, name: str) -> None:
-        """Puts length - n into `batch.tokens`, refused where that is negative."""
-        counts, tokens, mask = self._counts(n, batch.rows.size, name), batch.tokens, batch.mask
-        self.length.take(batch.rows, None, tokens, "clip")
-        np.subtract(tokens, counts, tokens)
-        np.less(tokens, _ZERO, mask)
-        if np.count_nonzero(mask):
-            row = int(batch.rows[mask.argmax()])
-            over = self.length[row] - tokens[mask.argmax()]
-            raise InvalidValue(f"{name} {over} is more than the {self.length[row]} tokens of row {row}")
+    def contents_of(self, row: int, tokens: Int32s, count: int) -> list[bytes]:
+        """What the keys of a row's first `count` blocks are made of, if these are its tokens."""
+        return self._cache.index.contents(tokens, 0, count, self._contents[row])
 
-    def _batch_of(self, rows: ArrayLike) -> _Batch:
-        """The validated batch of `rows`; only a comparison of bytes when they are those of the last call."""
-        if isinstance(rows, np.ndarray) and rows.dtype == _I32 and rows.ndim == 1 and rows.tobytes() == self._batch_key:
-            return self._batch
-        index = self._index_of(rows)
-        order = np.arange(index.size)
-        self._position[index] = order
-        if (repeated := self._position[index] != order).any():
-            raise InvalidValue(f"row {index[repeated][0]} is named more than once in a batch of {index.size} rows")
-        if not self.is_open[index].all():
-            raise InvalidValue(f"row {index[~self.is_open[index]][0]} is closed; only open rows can be named")
-        self._batch, self._batch_key = self._scratch.of(index), index.astype(np.int32).tobytes()
-        return self._batch
+    def copy_references(self) -> Int32s:
+        """int32 [num_blocks], references that copies not yet taken have to blocks."""
+        ids = [slot for job in self._copies for slot in (job.source, job.target)]
+        return np.bincount(np.array(ids, np.intp), minlength=self.blocks.num_blocks).astype(np.int32)
 
-    def _index_of(self, rows: ArrayLike) -> Index:
-        """`rows` as indices within range; they may repeat or be closed."""
-        given = np.asarray(rows)
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise InvalidValue(f"rows must be a one-dimensional array of integers, got {given.dtype} {given.shape}")
-        index: Index = given.astype(np.intp)
-        if index.size and index.view(np.uintp).max() >= self.max_rows:  # one pass: a negative row is a huge one
-            bad = index[(index < 0) | (index >= self.max_rows)][0]
-            raise InvalidValue(f"row {bad} is out of range 0 .. {self.max_rows - 1}")
-        return index
-
-    def _counts(self, n: ArrayLike, size: int, name: str) -> Int32s:
-        """`n` as int32 [] or [size], within 0 .. max_tokens."""
-        if type(n) is int and 0 <= n <= self.max_tokens:
-            self._n[...] = n
-            return self._n
-        given = np.asarray(n)
-        if given.dtype.kind not in "iu" or given.shape not in ((), (size,)):
-            raise InvalidValue(
-                f"{name} must be an integer or one for each of {size} rows, got {given.dtype} {given.shape}"
-            )
-        if given.size and given.astype(np.uint64).max() > self.max_tokens:  # one pass: a negative count is a huge one
-            raise InvalidValue(
-                f"{name} must be within 0 .. {self.max_tokens} tokens, as a row is; got {given.min()} .. {given.max()}"
-            )
-        return given.astype(np.int32)
+    def _other_uses(self) -> Int32s:
+        return self.copy_references()
 
 
-def _cells(rows: Index, start: Int32s, stop: Int32s) -> tuple[Index, Index]:
-    """(row, column) of the cells in columns start .. stop-1 of each row, row after row."""
-    counts = stop - start
-    first = np.cumsum(counts) - counts
-    columns = np.arange(int(counts.sum())) - np.repeat(first - start, counts)
-    return np.repeat(rows, counts), columns
+def _token_array(tokens: ArrayLike) -> Int32s:
+    given = np.asarray(tokens)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise InvalidValue(f"tokens must be a one-dimensional array of integers, got {given.dtype} {given.shape}")
+    return given.astype(np.int32)

@@ -22,25 +22,32 @@ class RowTokens:
         ready: bool [rows].
 
     Args:
-        rows: lines of the per-sequence tables.
-        max_tokens: tokens a row's blocks can hold; one more can be known.
+        tokens: int32 [rows, most tokens of a row], where they are written.
     """
 
-    def __init__(self, rows: int, max_tokens: int) -> None:
+    def __init__(self, tokens: Int32Array) -> None:
+        rows = tokens.shape[0]
         self.known = np.zeros(rows, np.int64)
         self.ready = np.zeros(rows, np.bool_)
-        self._tokens = np.zeros((rows, max_tokens + 1), np.int32)  # pages of it come into being as they are written
+        self._tokens = tokens
         self._length_edit = np.full(rows, pk.KEEP_LENGTH, np.int32)
         self._supply = np.zeros(rows, np.bool_)
         self.marked = 0
         """Rows with something to tell; 0 in steady decode, which then skips them all."""
 
-    def start(self, row: int, prompt: Int32Array) -> None:
-        """A sequence of `prompt` begins in `row`: whatever length the device holds for it becomes 0."""
+    def start(self, row: int, prompt: Int32Array, length: int) -> None:
+        """A sequence of `prompt` begins in `row`, the first `length` tokens of which need not be fed."""
         self._tokens[row, : prompt.size] = prompt
         self.known[row] = prompt.size
         self.ready[row] = False
-        self.mark(row, length_edit=0)
+        self.mark(row, length_edit=length)
+
+    def fork(self, row: int, child: int, length: int) -> None:
+        """`child` begins with what is known of `row`, all of which but the last token has been fed."""
+        self._tokens[child, : length + 1] = self._tokens[row, : length + 1]
+        self.known[child] = length + 1
+        self.ready[child] = True
+        self.mark(child, length_edit=length, supply=True)
 
     def append(self, row: int, tokens: Int32Array) -> None:
         """Tokens of the caller's behind the known ones, to be prefilled."""

@@ -13,19 +13,23 @@ import torch
 
 from graphkv import packet as pk
 from graphkv.config import CacheConfig
+from graphkv.copies import BlockCopies, independent_moves
 from graphkv.device import Device
 from graphkv.engine import EngineShape, Mode, RawResult, StepEngine
-from graphkv.errors import DeviceFault, InvalidValue, OutOfBlocks, StaleFrame
+from graphkv.errors import DeviceFault, InvalidValue, StaleFrame
 from graphkv.frames import Frame, Upload
 from graphkv.layout import Side
 from graphkv.manager_v2 import ManagerV2
 from graphkv.metadata import StepMetadata
-from graphkv.pool import Pools
+from graphkv.pool import NULL_BLOCK, Pools
+from graphkv.prefix import EVERYONE, Content, Scope
+from graphkv.retention import Retention
 from graphkv.rows import RowTokens
 from graphkv.sequence import Batch, Chunk, Sequence, StepResult, cut_into_chunks, token_array
 from graphkv.sizing import CacheSize
 from graphkv.stats import RuntimeStats
 from graphkv.step import StepModel
+from graphkv.transfer import DEVICE, CopyJob
 
 RESULTS_KEPT = 64
 """Results of that many last steps stay readable; tokens of older ones are in their sequences."""
@@ -38,6 +42,7 @@ class _Job:
     batch: Batch
     credited: int | npt.NDArray[np.int32]  # tokens that submission added to each length
     emits: npt.NDArray[np.bool_] | None  # rows whose sampled token counts; None: a decode step, all of them
+    ends: npt.NDArray[np.int64] | None = None  # tokens of each sequence that were fed by then; None: all known but one
 
 
 _IDLE = _Job(Batch(()), 0, None)
@@ -59,6 +64,9 @@ class DecodeRuntime:
         prefill_chunk: most prompt tokens a prefill step.
         mode: "graph" captures the decode step; "eager" runs the same function for every step, for comparison.
         upload: how packets reach the device, see `graphkv.frames.Upload`.
+        prefix_caching: whether sequences that begin alike share blocks. The blocks of closed sequences then stay
+            cached until their room is needed.
+        event_capacity, self_check: see `ManagerV2`.
     """
 
     def __init__(
@@ -76,6 +84,9 @@ class DecodeRuntime:
         prefill_chunk: int = 512,
         mode: Mode = "graph",
         upload: Upload = "copy",
+        prefix_caching: bool = True,
+        event_capacity: int = 0,
+        self_check: bool = False,
     ) -> None:
         shape = EngineShape.of(
             config,
@@ -94,9 +105,13 @@ class DecodeRuntime:
             max_rows=max_rows,
             max_blocks=shape.max_blocks,
             max_edits=shape.max_edits,
+            prefix_caching=prefix_caching,
+            event_capacity=event_capacity,
+            self_check=self_check,
         )
         self._prefill_chunk = prefill_chunk
-        self._tokens = RowTokens(max_rows, shape.max_blocks * config.block_size)
+        self._chunk_blocks = shape.chunk_blocks
+        self._tokens = RowTokens(self.manager.token_ids)
         self._jobs: dict[int, _Job] = {}
         self._closing: dict[int, list[Sequence]] = {}  # closed with steps in flight, by the last of these
         self._results: OrderedDict[int, StepResult] = OrderedDict()
@@ -106,11 +121,27 @@ class DecodeRuntime:
             self.pools = Pools(config, num_blocks, self.device)
             self._engine = StepEngine(config, self.pools, model, shape, self.device, mode, upload)
             self._engine.warm_up()
+            self._copies = BlockCopies(self.pools, None, self.device, "kernel", 0)
+            warm = CopyJob(DEVICE, NULL_BLOCK, DEVICE, NULL_BLOCK + 1, config.block_size)
+            self._copy([warm])  # what it needs is compiled now
 
     # sequences ----------------------------------------------------------------------------------------------------
 
-    def open(self, tokens: npt.ArrayLike) -> Sequence:
+    def open(
+        self,
+        tokens: npt.ArrayLike,
+        *,
+        scope: Scope = EVERYONE,
+        contents: AbstractSequence[Content] = (),
+        retention: Retention = Retention(),  # noqa: B008 it is immutable
+    ) -> Sequence:
         """Take a row for a sequence that begins with `tokens` (int [n], n >= 1). Nothing is computed yet.
+
+        Blocks of other sequences that began alike are shared; `prefill` feeds only the rest.
+
+        Args:
+            scope, contents: what must agree besides tokens for blocks to be shared.
+            retention: how long the sequence's blocks are worth keeping, see `Retention`.
 
         Raises:
             OutOfRows: all rows are open; close one.
@@ -125,11 +156,32 @@ class DecodeRuntime:
         rows = self.manager.stats()
         if not rows.rows_free and rows.rows_retiring:
             self.retire()
-        self._reserve_edits(self.manager.max_blocks)
-        row = self.manager.open(prompt.size)
-        self._tokens.start(row, prompt)
+        self._reserve_edits(self.manager.max_blocks + prompt.size // self.config.block_size + 1)
+        row = self.manager.open(tokens=prompt, scope=scope, contents=contents, retention=retention)
+        cached = int(self.manager.length[row])
+        self._tokens.start(row, prompt, cached)
         self._era = object()
-        return Sequence(self, row, int(self.manager.serial[row]))
+        return Sequence(self, row, int(self.manager.serial[row]), cached)
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A new sequence with all tokens of `sequence`: full blocks are shared, the partial one is copied.
+
+        Both go on on their own. Waits for the steps in flight.
+
+        Raises:
+            OutOfRows, OutOfBlocks: nothing changed.
+            InvalidValue: the sequence has tokens that no step has fed yet.
+        """
+        self._owned(sequence)
+        row = sequence.row
+        if not self._tokens.ready[row]:
+            raise InvalidValue(f"{sequence} has tokens that no step has fed yet; prefill it before forking")
+        self._reserve_edits(2 * self.manager.max_blocks)
+        self.retire()
+        child, length = self.manager.fork(row), int(self.manager.length[row])
+        self._tokens.fork(row, child, length)
+        self._era = object()
+        return Sequence(self, child, int(self.manager.serial[child]), length)
 
     def append(self, sequence: Sequence, tokens: npt.ArrayLike) -> None:
         """Add tokens of the caller's to an open sequence; `prefill` feeds them. Waits for the steps in flight."""
@@ -153,7 +205,7 @@ class DecodeRuntime:
         row = sequence.row
         if not self._tokens.ready[row]:
             raise InvalidValue(f"{sequence} has tokens that no step has fed yet; prefill it before rewinding")
-        self._reserve_edits(self.manager.max_blocks)
+        self._reserve_edits(self.manager.max_blocks + 1)
         self.retire()
         self.manager.rewind(np.array([row], np.int32), tokens, self._engine.submitted)
         self._tokens.rewound(row, int(self.manager.length[row]))
@@ -256,7 +308,7 @@ class DecodeRuntime:
         step = self._engine.submit_prefill(packet, len(batch), total, max_context)
         self._tokens.ready[rows] = emits
         self._era = object()
-        return self._note(step, _Job(batch, counts, emits))
+        return self._note(step, _Job(batch, counts, emits, ends))
 
     def _check_batch(self, batch: Batch) -> None:
         self._raise_if_stale()
@@ -274,10 +326,9 @@ class DecodeRuntime:
     def _require_blocks(self, batch: Batch, target: npt.NDArray[np.int64]) -> None:
         """Refuse a prefill that cannot end, before its first chunk."""
         missing = int((-(-target // self.config.block_size) - self.manager.blocks_held[batch.rows]).clip(0).sum())
-        if missing > self.manager.stats().blocks_free:
+        if not self.manager.blocks.available(missing):
             self.retire()
-            if missing > (free := self.manager.stats().blocks_free):
-                raise OutOfBlocks(missing, free)
+            self.manager.blocks.require(missing)
 
     def _acquire(self) -> Frame:
         """The next step's frame, once the step that last used it has retired: the one wait of a step."""
@@ -295,8 +346,11 @@ class DecodeRuntime:
         return frame
 
     def _reserve_edits(self, edits: int) -> None:
-        """See that the journal takes `edits` more; a full one is brought to the device by a step of padded rows."""
-        if self.manager.edits_room < edits:
+        """See that the journal takes `edits` more, whatever the steps in flight bring when they retire.
+
+        A full one is brought to the device by a step of padded rows.
+        """
+        if self.manager.edits_room < edits + 2 * self.manager.max_rows + 2 * self._chunk_blocks:
             frame, bucket = self._acquire(), self._engine.graphs.buckets[0]
             self._note(self._engine.submit_decode(self._seal(frame, bucket, 0, 0, None), bucket), _IDLE)
 
@@ -310,10 +364,21 @@ class DecodeRuntime:
             token_words = supplied.shape[0]
             frame.writer.tokens(rows, edits, token_words)[:] = supplied
         step = self._engine.submitted + 1
+        if self.manager.copies_pending:
+            self._copy(self.manager.take_copies(step))
         return frame.writer.seal(step, rows=rows, tokens=tokens, edits=edits, token_words=token_words, bucket=bucket)
 
+    def _copy(self, jobs: AbstractSequence[CopyJob]) -> None:
+        """Put copies on the steps' stream, before the next step."""
+        with self.device.running_on(self.stream):
+            for moves in independent_moves(jobs):
+                self._copies.within(moves)
+
     def _note(self, step: int, job: _Job) -> int:
+        """Keep what a step was asked to do. While it runs, there is time to make the last steps' blocks findable."""
         self._jobs[step] = job
+        self.manager.submitted = step
+        self.manager.index_commits()
         return step
 
     # results ------------------------------------------------------------------------------------------------------
@@ -368,6 +433,8 @@ class DecodeRuntime:
             self._tokens.learn(batch.rows, tokens, new)
         else:
             self._tokens.learn(batch.rows[alive], tokens[alive], new[alive])
+        fed = self._tokens.known[batch.rows] - 1 if job.ends is None else job.ends
+        self.manager.commit(batch.rows, fed, serial=batch.serials)
         self._results[step] = StepResult(step, batch.sequences, accepted, tokens)
         if len(self._results) > RESULTS_KEPT:
             self._results.popitem(last=False)

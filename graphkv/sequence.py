@@ -5,28 +5,43 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from graphkv.errors import InvalidValue
 
-if TYPE_CHECKING:
-    from graphkv.runtime import DecodeRuntime
-
 Int32Array = npt.NDArray[np.int32]
+
+
+class RowLengths(Protocol):
+    """A manager, as far as a sequence asks it."""
+
+    length: Int32Array  # [max_rows]
+
+
+class SequenceOwner(Protocol):
+    """What makes sequences and knows their state: the runtime, or the V1 runner."""
+
+    @property
+    def manager(self) -> RowLengths: ...
+
+    def known_tokens(self, sequence: Sequence) -> Int32Array:
+        """int32 [n], the tokens that the host knows of an open sequence."""
 
 
 class Sequence:
     """Token ids and blocks of one request, in one row for its whole life. Made by `DecodeRuntime.open`."""
 
-    __slots__ = ("_final_tokens", "_runtime", "is_open", "row", "serial")
+    __slots__ = ("_final_tokens", "_runtime", "cached_tokens", "is_open", "row", "serial")
 
-    def __init__(self, runtime: DecodeRuntime, row: int, serial: int) -> None:
+    def __init__(self, runtime: SequenceOwner, row: int, serial: int, cached_tokens: int = 0) -> None:
         self._runtime = runtime
         self.row = row
         self.serial = serial
+        self.cached_tokens = cached_tokens
+        """Tokens that were found cached when the sequence was opened, or shared when it was forked."""
         self.is_open = True
         self._final_tokens: Int32Array | None = None
 
@@ -43,7 +58,7 @@ class Sequence:
         """Tokens whose KV is valid once the submitted steps ran (at most, where a step may accept fewer)."""
         return int(self._runtime.manager.length[self.row]) if self.is_open else 0
 
-    def belongs_to(self, runtime: DecodeRuntime) -> bool:
+    def belongs_to(self, runtime: SequenceOwner) -> bool:
         return self._runtime is runtime
 
     def keep(self, tokens: Int32Array) -> None:

@@ -10,11 +10,11 @@ from typing import Literal, Protocol
 
 import torch
 
+from graphkv.config import CacheConfig
 from graphkv.device import Device
 from graphkv.errors import InvalidValue
-from graphkv.layout import Side
+from graphkv.layout import Role, Side
 from graphkv.metadata import DerivePlan, SideBinding, StepMetadata
-from graphkv.pool import Pools
 
 StepKind = Literal["decode", "prefill"]
 
@@ -53,6 +53,18 @@ class Workspace:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
+class PageViews(Protocol):
+    """The cache as a model sees it: one page view a layer, whichever pool its bytes are in."""
+
+    config: CacheConfig
+
+    def view(self, side: Side, role: Role, layer: int) -> torch.Tensor:
+        """uint8 [pages, block_size, 1, token_bytes], indexed by the side's page table and slots of that role."""
+
+    def page_scale(self, side: Side, role: Role) -> int:
+        """Pages a block in the pool of that side and role."""
+
+
 class StepContext:
     """One step as the model sees it.
 
@@ -71,7 +83,7 @@ class StepContext:
         self,
         kind: StepKind,
         binding: SideBinding,
-        pools: Pools,
+        pools: PageViews,
         workspace: Workspace,
         next_n: int,
         max_context: int,

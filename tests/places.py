@@ -16,7 +16,7 @@ import torch
 from helpers import POISON
 
 from graphkv.layout import PageLayout
-from graphkv.ops import index_k, latent, select
+from graphkv.ops import copy, index_k, latent, select
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("host", marks=pytest.mark.host)]
 
@@ -24,6 +24,7 @@ _OPS = (
     (index_k, ("_store_index_k", "_gather_index_k", "_paged_index_logits")),
     (latent, ("_store_latent", "_sparse_mla_decode")),
     (select, ("_topk",)),
+    (copy, ("_copy_blocks",)),
 )
 
 
@@ -34,7 +35,8 @@ def enter(place: str, monkeypatch: pytest.MonkeyPatch) -> torch.device:
             for name in names:
                 monkeypatch.setattr(module, name, getattr(module, f"{name}_cuda"))
             monkeypatch.setattr(module, "launch", _launch)
-        monkeypatch.setattr(index_k, "sm_count", lambda _: 1)
+        for module in (index_k, copy):
+            monkeypatch.setattr(module, "sm_count", lambda _: 1)
     return torch.device("cuda" if place == "cuda" else "cpu")
 
 

@@ -125,7 +125,7 @@ def test_a_refused_batch_changes_nothing(device: torch.device) -> None:
         shadow.step([a])
     shadow.check()
     c = shadow.open(3, 100)
-    with pytest.raises(OutOfBlocks, match="7 more blocks needed, 2 free"):
+    with pytest.raises(OutOfBlocks, match="7 more blocks needed, 0 free, 2 evictable"):
         runtime.prefill([c])
     assert c.length == 0
     runtime.close(a)

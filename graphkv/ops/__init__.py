@@ -8,8 +8,17 @@ Letters in shapes: T tokens, B rows, M page-table columns, N gathered tokens, H 
 R latent rank, P rope width. A slot is `page * block_size + offset` of the view it is used with.
 """
 
+from graphkv.ops.copy import copy_blocks
 from graphkv.ops.index_k import gather_index_k, paged_index_logits, store_index_k
 from graphkv.ops.latent import sparse_mla_decode, store_latent
 from graphkv.ops.select import topk
 
-__all__ = ["gather_index_k", "paged_index_logits", "sparse_mla_decode", "store_index_k", "store_latent", "topk"]
+__all__ = [
+    "copy_blocks",
+    "gather_index_k",
+    "paged_index_logits",
+    "sparse_mla_decode",
+    "store_index_k",
+    "store_latent",
+    "topk",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 
 import torch
@@ -21,7 +22,7 @@ def launch(
     signature: str,
     grid: int | tuple[int, int, int],
     block: int,
-    args: tuple[int | float | Tensor, ...],
+    args: tuple[int | float | Tensor | ctypes.Structure, ...],
     *,
     device: torch.device,
     defines: Mapping[str, int | str] | None = None,

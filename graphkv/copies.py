@@ -1,0 +1,82 @@
+"""The bytes of a transfer: whole blocks across the bus, and tokens of blocks within the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from graphkv import ops
+from graphkv.device import Device
+from graphkv.errors import InvalidValue
+from graphkv.kernels import load
+from graphkv.pool import Pools
+from graphkv.tiers import HOST, HostTier, UnitLayout
+from graphkv.transfer import DEVICE, CopyJob
+
+Route = Literal["kernel", "engine"]
+"""How blocks cross the bus: one kernel a transfer, or one copy-engine call a block and pool, which takes no SM."""
+
+
+class BlockCopies:
+    """Queues copies on torch's current stream; on the CPU device they are done on return.
+
+    Attributes:
+        unit: how a block stands in a colder tier.
+
+    Args:
+        route: see `Route`.
+        ctas: thread blocks a transfer's kernel may take, 0 for the default of `ops.copy_blocks`.
+    """
+
+    def __init__(self, pools: Pools, host: HostTier | None, device: Device, route: Route, ctas: int) -> None:
+        if route not in ("kernel", "engine"):
+            raise InvalidValue(f"route must be 'kernel' or 'engine', got {route!r}")
+        self.unit = UnitLayout.of(pools)
+        self._device, self._route, self._ctas = device, route, ctas
+        self._layouts = [part.layout for part in self.unit.parts]
+        if device.is_cuda:
+            with device.guard():
+                load("copy_blocks.cu", "copy_blocks", "S")  # compiled now, not in the middle of steps
+        self._parts = {DEVICE: [pool.blocks for pool in pools], HOST: host.parts if host else []}
+
+    @property
+    def block_size(self) -> int:
+        return self._layouts[0].block_size
+
+    def cross(self, source_tier: int, target_tier: int, pairs: NDArray[np.intp]) -> None:
+        """Copy whole blocks between device and host: pairs [N, 2] of source and target slots, targets distinct."""
+        source, target = self._parts[source_tier], self._parts[target_tier]
+        if self._route == "kernel" or not self._device.is_cuda:
+            moves = np.zeros((len(pairs), 4), np.int32)
+            moves[:, :2], moves[:, 3] = pairs, self.block_size
+            ops.copy_blocks(source, target, torch.from_numpy(moves), self._layouts, self._ctas)
+            return
+        stream = torch.cuda.current_stream(self._device.torch).cuda_stream
+        for one, other in zip(source, target, strict=True):
+            num_bytes = one.shape[1] * one.shape[2]
+            starts = pairs * (one.stride(0), other.stride(0)) + (one.data_ptr(), other.data_ptr())
+            for at, to in starts.tolist():
+                self._device.copy(to, at, num_bytes, stream)
+
+    def within(self, moves: NDArray[np.int32]) -> None:
+        """Copy tokens of blocks of the device: moves [N, 4] as of `ops.copy_blocks`, independent of each other."""
+        parts = self._parts[DEVICE]
+        ops.copy_blocks(parts, parts, torch.from_numpy(moves), self._layouts)
+
+
+def independent_moves(jobs: Sequence[CopyJob]) -> list[NDArray[np.int32]]:
+    """The jobs as moves [N, 4], cut into stretches in which no target is source or target of another move."""
+    batches: list[NDArray[np.int32]] = []
+    moves = np.array([(job.source, job.target, 0, job.tokens) for job in jobs], np.int32).reshape(-1, 4)
+    first, sources, targets = 0, set[int](), set[int]()
+    for number, (source, target) in enumerate(moves[:, :2].tolist()):
+        if source in targets or target in targets or target in sources:
+            batches.append(moves[first:number])
+            first, sources, targets = number, set(), set()
+        sources.add(source)
+        targets.add(target)
+    return [*batches, moves[first:]]
