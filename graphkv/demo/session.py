@@ -207,7 +207,13 @@ def run(options: DemoOptions, tick: Tick = lambda done, total: None) -> DemoRepo
     # Room for a whole batch of the longest, and for the blocks of those that have just left.
     num_blocks = 2 * options.batch * (CacheSize.of(config).blocks_for_tokens(longest) - 1) + 1
     with DecodeRuntime(
-        config, adapter, device=device, max_rows=options.batch, max_seq_len=longest, num_blocks=num_blocks
+        config,
+        adapter,
+        device=device,
+        max_rows=options.batch,
+        max_seq_len=longest,
+        num_blocks=num_blocks,
+        prefix_caching=False,  # the choices of every token are judged, so every token is computed
     ) as runtime:
         session = Session(runtime, trace, prompts, options.batch)
         session.run(tick)
