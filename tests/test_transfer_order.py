@@ -1,4 +1,4 @@
-"""Who waits for whom when blocks move (cases H2, H3, H5): stalled streams on CUDA, simulated lanes on the CPU device."""
+"""Who waits for whom when blocks move (cases H2, H3, H5): stalled streams on CUDA, simulated lanes on the CPU."""
 
 from __future__ import annotations
 
