@@ -38,10 +38,11 @@ class BlockCopies:
         self.unit = UnitLayout.of(pools)
         self._device, self._route, self._ctas = device, route, ctas
         self._layouts = [part.layout for part in self.unit.parts]
+        self._parts = {DEVICE: [pool.blocks for pool in pools], HOST: host.parts if host else []}
         if device.is_cuda:
             with device.guard():
                 load("copy_blocks.cu", "copy_blocks", "S")  # compiled now, not in the middle of steps
-        self._parts = {DEVICE: [pool.blocks for pool in pools], HOST: host.parts if host else []}
+        self.within(np.empty((0, 4), np.int32))  # and what torch does at an op's first call is done
 
     @property
     def block_size(self) -> int:

@@ -24,7 +24,7 @@ from graphkv.errors import InvalidValue, TransferTimeout
 from graphkv.lanes import FileWorkers, Lane, Places, State, StreamLane, Transfer
 from graphkv.pool import Pools
 from graphkv.tiers import DISK, HOST, HostTier
-from graphkv.transfer import DEVICE, CopyJob
+from graphkv.transfer import DEVICE, BlockMover, CopyJob
 
 _NAP = 0.0002  # seconds between looks in `wait`
 
@@ -44,8 +44,8 @@ class MoverStats(NamedTuple):
     failed: dict[tuple[int, int], int]
 
 
-class TierMover:
-    """A `graphkv.transfer.BlockMover` between the pools (tier 0), host memory (1) and disk (2).
+class TierMover(BlockMover):
+    """Moves blocks between the pools (tier 0), host memory (1) and disk (2).
 
     All calls come from one thread, the one that submits steps. Nothing waits but `wait` and `close`.
 

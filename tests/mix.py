@@ -6,6 +6,7 @@ selected, so one wrong byte of index K sends the two ends apart.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as AbstractSequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from graphkv.runtime import DecodeRuntime
 from graphkv.sequence import Sequence
 from graphkv.step import StepContext, StepOutput
 
+POSITIONS = 192  # more than a row can hold
 VOCABULARY, RANK, ROPE, HEAD_DIM, HEADS, SELECTED = 97, 128, 16, 128, 2, 5
 Runner = DecodeRuntime | V1Runner
 
@@ -49,6 +51,7 @@ class MixModel:
         random = torch.Generator().manual_seed(1)
         widths = (HEAD_DIM, RANK, ROPE, HEADS * HEAD_DIM, HEADS)
         self.tables = [torch.randn(VOCABULARY, width, generator=random).to(device) for width in widths]
+        self.places = [torch.randn(POSITIONS, width, generator=random).to(device) for width in widths[:3]]
         self.primes = torch.tensor([31, 37, 41, 43, 47], device=device)
 
     def __call__(self, step: StepContext) -> StepOutput:
@@ -71,8 +74,9 @@ class MixModel:
     def _store(self, step: StepContext, live: StepMetadata, ids: torch.Tensor) -> None:
         config = self.config
         for layer, spec in enumerate(config.side_layers(live.side)):
-            factor = (1.0 + live.position % 7 + layer)[:, None]
-            k, c, rope = (table[ids] * factor for table in self.tables[:3])
+            # No two positions have equal keys, so no top-k hangs on how a tie was rounded.
+            of_token = zip(self.tables[:3], self.places, strict=True)
+            k, c, rope = ((table[ids] + place[live.position]) * (1 + layer) for table, place in of_token)
             pages = step.pools.view(live.side, Role.LATENT, layer)
             ops.store_latent(c, rope, pages, live.latent_slot, config.latent, config.latent_scale)
             if spec.owns(Role.INDEX_K):
@@ -95,12 +99,16 @@ class MixModel:
 
 
 def run_workload(runner: Runner) -> tuple[list[Sequence], list[list[list[int]]]]:
-    """Ragged prefills, joins, leaves, rewinds and appends; the open sequences, and the tokens of each step."""
+    """Ragged prefills, joins, leaves, rewinds, appends, and a prompt that begins as another's does.
+
+    Returns:
+        The open sequences, and the tokens of each step. V2 finds the common beginning cached, V1 computes it again.
+    """
     steps: list[int] = []
     rng = np.random.default_rng(5)
 
-    def start(*sizes: int) -> list[Sequence]:
-        made = [runner.open(rng.integers(0, VOCABULARY, size)) for size in sizes]
+    def start(*sizes: int, begin: AbstractSequence[int] = ()) -> list[Sequence]:
+        made = [runner.open([*begin, *rng.integers(0, VOCABULARY, size)]) for size in sizes]
         steps.append(runner.prefill(made))
         return made
 
@@ -110,7 +118,7 @@ def run_workload(runner: Runner) -> tuple[list[Sequence], list[list[list[int]]]]
     steps += [runner.step([c, a, b]) for _ in range(4)]
     runner.rewind(b, 9)
     runner.close(a)
-    (d,) = start(33)
+    (d,) = start(20, begin=b.tokens[:43].tolist())
     steps += [runner.step([d, b, c]) for _ in range(9)]
     runner.retire()
     runner.append(c, rng.integers(0, VOCABULARY, 20))

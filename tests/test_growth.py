@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cuda.bindings import driver
 from tier_world import TierWorld, offload, onload, same, tier_config
 
 from graphkv import growth
-from graphkv.device import Device
+from graphkv.device import Device, Ledger
 from graphkv.errors import InvalidValue, OutOfMemory
 from graphkv.growth import ReservedMemory
 from graphkv.layout import Role, Side
@@ -19,6 +22,7 @@ from graphkv.pool import NULL_BLOCK, NULL_PATTERN, Pools
 from graphkv.sizing import CacheSize
 
 MIB = 1 << 20
+SUCCESS = driver.CUresult.CUDA_SUCCESS
 IDLE = lambda first: 0  # noqa: E731
 
 
@@ -229,3 +233,126 @@ def test_case_A3_a_captured_graph_reads_and_writes_blocks_that_came_after_it() -
         assert (view[(size - 1) * scale] == size % 251 + 3).all()
         assert all((one == 0xFF).all() for one in noise)
         assert (pools.pool(Side.TARGET, Role.LATENT).block(NULL_BLOCK) == NULL_PATTERN).all()
+
+
+# the driver's part, without a device ----------------------------------------------------------------------------------
+
+
+class Vmm:
+    """The driver's virtual memory calls, with room for some chunks; everything else is the real module's."""
+
+    GRANULARITY = 2 * MIB
+
+    def __init__(self, room: int) -> None:
+        self.room, self.reserved = room, {}
+        self.handles: dict[int, int] = {}
+        self.mapped: dict[int, int] = {}
+        self.readable: set[int] = set()
+        self.refuse_access_at: int | None = None
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(driver, name)
+
+    def cuMemGetAllocationGranularity(self, properties: Any, which: Any) -> tuple[Any, ...]:
+        assert properties.location.id == 0
+        return SUCCESS, self.GRANULARITY
+
+    def cuMemAddressReserve(self, size: int, alignment: int, hint: int, flags: int) -> tuple[Any, ...]:
+        assert size % self.GRANULARITY == 0
+        self.reserved[1 << 40] = size
+        return SUCCESS, 1 << 40
+
+    def cuMemAddressFree(self, address: int, size: int) -> tuple[Any, ...]:
+        assert not self.mapped
+        assert self.reserved.pop(address) == size
+        return (SUCCESS,)
+
+    def cuMemCreate(self, size: int, properties: Any, flags: int) -> tuple[Any, ...]:
+        if len(self.mapped) + len(self.handles) == self.room:
+            return driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
+        handle = 77 + len(self.mapped)
+        self.handles[handle] = size
+        return SUCCESS, handle
+
+    def cuMemMap(self, address: int, size: int, offset: int, handle: int, flags: int) -> tuple[Any, ...]:
+        (base, reserved), *_ = self.reserved.items()
+        assert base <= address
+        assert address + size <= base + reserved
+        assert address not in self.mapped
+        assert self.handles[handle] == size
+        self.mapped[address] = size
+        return (SUCCESS,)
+
+    def cuMemRelease(self, handle: int) -> tuple[Any, ...]:
+        del self.handles[handle]
+        return (SUCCESS,)
+
+    def cuMemSetAccess(self, address: int, size: int, access: Any, count: int) -> tuple[Any, ...]:
+        assert self.mapped[address] == size
+        assert count == len(access) == 1
+        assert access[0].flags == driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        if len(self.readable) == self.refuse_access_at:
+            return (driver.CUresult.CUDA_ERROR_INVALID_DEVICE,)
+        self.readable.add(address)
+        return (SUCCESS,)
+
+    def cuMemUnmap(self, address: int, size: int) -> tuple[Any, ...]:
+        assert self.mapped.pop(address) == size
+        self.readable.discard(address)
+        return (SUCCESS,)
+
+
+class FakeDevice:
+    """As much of a device as memory looks at."""
+
+    is_cuda = True
+    torch = torch.device("cuda", 0)
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.context = self.guard = contextlib.nullcontext
+
+
+@pytest.fixture
+def vmm(monkeypatch: pytest.MonkeyPatch) -> Vmm:
+    fake = Vmm(room=10)
+    monkeypatch.setattr(growth, "cuda_driver", lambda: fake)
+    monkeypatch.setattr(growth._CudaRange, "tensor", lambda self: self)
+    return fake
+
+
+def fake_memory(chunks: int) -> ReservedMemory:
+    return ReservedMemory(100 * MIB, chunks * 2 * MIB, FakeDevice())  # type: ignore[arg-type]
+
+
+def test_chunks_are_mapped_once_and_given_back(vmm: Vmm) -> None:
+    memory = fake_memory(3)
+    for chunks in (3, 7, 2, 10, 1):
+        memory.resize(chunks * 2 * MIB - 5)
+        assert sorted(vmm.mapped) == sorted(vmm.readable) == [(1 << 40) + n * 2 * MIB for n in range(chunks)]
+        assert memory.mapped_bytes == chunks * 2 * MIB == memory._device.ledger.device_bytes
+        assert vmm.handles == {}
+    del memory
+    gc.collect()
+    assert (vmm.mapped, vmm.reserved) == ({}, {})
+
+
+@pytest.mark.parametrize("refusal", ["memory", "access"])
+def test_a_growth_that_fails_half_way_leaves_things_as_they_were(vmm: Vmm, refusal: str) -> None:
+    memory = fake_memory(4)
+    before = dict(vmm.mapped)
+    vmm.refuse_access_at = 8 if refusal == "access" else None
+    with pytest.raises(OutOfMemory, match=r"no room for 20 chunks of 2097152 bytes \(it gave (6|4), now given back\)"):
+        memory.resize(48 * MIB)
+    assert vmm.mapped == before
+    assert vmm.readable == set(before)
+    assert vmm.handles == {}
+    assert memory.mapped_bytes == 8 * MIB == memory._device.ledger.device_bytes
+    memory.resize(12 * MIB)
+    assert len(vmm.mapped) == 6
+
+
+@pytest.mark.parametrize(("gib", "mib"), [(0.5, 2), (1, 2), (2, 4), (7, 8), (16, 32), (140, 32)])
+def test_chunks_grow_with_the_reserve(vmm: Vmm, gib: float, mib: int) -> None:
+    memory = ReservedMemory(int(gib * (1 << 30)), MIB, FakeDevice())  # type: ignore[arg-type]
+    assert memory.chunk_bytes == memory.mapped_bytes == mib * MIB

@@ -1,0 +1,228 @@
+"""Each pair that the table calls working is put to work: a line that nothing exercises is no promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from helpers import POISON
+from mix import MixModel, mix_config, run_workload
+from probe import probe_runtime
+
+from graphkv import ops
+from graphkv.device import Device
+from graphkv.layout import IndexKFormat, Role, Side
+from graphkv.manager_v2 import ManagerV2
+from graphkv.mover import TierMover
+from graphkv.pool import Pools
+from graphkv.requirements import Setting
+from graphkv.runner_v1 import V1Runner
+from graphkv.runtime import DecodeRuntime
+from graphkv.selection import COMBINATIONS, Combination, create_cache_manager
+from graphkv.subpages import split_page_table, split_pages
+from graphkv.tiers import HOST, HostTier, UnitLayout
+from graphkv.transfer import DEVICE, CopyJob
+
+Exercise = Callable[[Setting, torch.device], None]
+WORKS = [line for line in COMBINATIONS if line.works]
+V1, V2 = "use_kv_cache_manager_v2=False", "use_kv_cache_manager_v2=True"
+DRAFTS = "drafts (next_n above 1 or draft_layers)"
+
+
+def name_of(line: Combination) -> str:
+    return f"{line.first} + {line.second}".replace("`", "")
+
+
+def manager_of(setting: Setting) -> ManagerV2:
+    manager = create_cache_manager(
+        setting.config,
+        use_kv_cache_manager_v2=setting.use_v2,
+        num_blocks=20,
+        max_rows=4,
+        max_seq_len=500,
+        next_n=setting.next_n,
+        requirements=setting.requirements,
+        device=setting.device,
+    )
+    assert isinstance(manager, ManagerV2)
+    return manager
+
+
+def filled(manager: ManagerV2, tokens: np.ndarray) -> int:
+    """A row that holds `tokens`, all written and committed."""
+    row = manager.open(tokens=tokens, match=False)
+    manager.extend([row], tokens.size)
+    manager.advance([row], tokens.size)
+    manager.commit([row], tokens.size)
+    return row
+
+
+def graph(setting: Setting, device: torch.device) -> None:
+    runtime, _, shadow = probe_runtime(device, mode="graph")
+    sequence = shadow.open(1, 20)
+    shadow.prefill([sequence])
+    before = runtime.stats().graph_launches
+    for _ in range(5):
+        shadow.step([sequence])
+    shadow.check()
+    assert runtime.stats().graph_launches == before + 5
+
+
+def prefix_hit(setting: Setting, device: torch.device) -> None:
+    manager, tokens = manager_of(setting), np.arange(150)
+    first = filled(manager, tokens)
+    second = manager.open(tokens=np.append(tokens[:128], [7] * 30))
+    assert manager.cached_tokens[second] == 128
+    assert manager.block_table[second, :2].tolist() == manager.block_table[first, :2].tolist()
+    manager.check()
+
+
+def partial_hit(setting: Setting, device: torch.device) -> None:
+    manager, tokens = manager_of(setting), np.arange(150)
+    first = filled(manager, tokens)
+    second = manager.open(tokens=np.append(tokens[:100], [7] * 30))
+    assert manager.cached_tokens[second] == 100
+    (copy,) = manager.take_copies()
+    assert (copy.source, copy.target) == (manager.block_table[first, 1], manager.block_table[second, 1])
+    assert copy.tokens == 36
+    manager.check()
+
+
+def fork(setting: Setting, device: torch.device) -> None:
+    manager = manager_of(setting)
+    parent = filled(manager, np.arange(150))
+    child = manager.fork(parent)
+    assert manager.length[child] == 150
+    shared = manager.block_table[[parent, child], :3]
+    assert (shared[0, :2] == shared[1, :2]).all()
+    (copy,) = manager.take_copies()
+    assert (copy.source, copy.target, copy.tokens) == (*shared[:, 2].tolist(), 22)
+    manager.check()
+
+
+def offload(setting: Setting, device: torch.device) -> None:
+    own = Device.of(device)
+    pools = Pools(setting.config.with_options(draft_layers=setting.config.layers), 4, own)
+    unit = UnitLayout.of(pools)
+    mover = TierMover(pools, own, host=HostTier(2 * unit.num_bytes, unit, own))
+    for pool in pools:
+        pool.blocks.random_(0, 256)
+    wanted = [pool.block(2).clone() for pool in pools]
+    assert mover.wait(mover.submit([CopyJob(DEVICE, 2, HOST, 1, 64)])) == (True,)
+    for pool in pools:
+        pool.block(2).fill_(POISON)
+    assert mover.wait(mover.submit([CopyJob(HOST, 1, DEVICE, 3, 64)])) == (True,)
+    own.synchronize()
+    for pool, want in zip(pools, wanted, strict=True):
+        assert torch.equal(pool.block(3), want)
+    mover.close()
+
+
+def growth(setting: Setting, device: torch.device) -> None:
+    pools = Pools(setting.config, 4, Device.of(device), max_blocks_reserved=64)
+    view = pools.view(Side.TARGET, Role.LATENT, 1)
+    address = view.data_ptr()
+    view[3 * 2].fill_(7)
+    pools.resize(60, lambda first: 0)
+    view[59 * 2].fill_(9)
+    assert (view[3 * 2] == 7).all()
+    pools.resize(4, lambda first: 0)
+    assert (view[3 * 2] == 7).all()
+    assert pools.view(Side.TARGET, Role.LATENT, 1).data_ptr() == address
+
+
+def drafts(kind: type[V1Runner] | type[DecodeRuntime]) -> Exercise:
+    def exercise(setting: Setting, device: torch.device) -> None:
+        assert setting.use_v2 == (kind is DecodeRuntime)
+        config = mix_config("bf16", "fp8", draft=True)
+        sizes = {"max_rows": 4, "max_seq_len": 144, "num_blocks": 40, "next_n": setting.next_n, "prefill_chunk": 48}
+        runner = kind(config, MixModel(config, device), device=device, **sizes)
+        _, results = run_workload(runner)
+        accepted = {sum(token >= 0 for token in row) for step in results for row in step}
+        assert accepted >= {1, 2, 3}, "all numbers of accepted tokens"
+        runner.check()
+
+    return exercise
+
+
+def software_fp4(setting: Setting, device: torch.device) -> None:
+    assert setting.config.index_k is IndexKFormat.FP4
+    heads, width, size = setting.config.index_heads, setting.config.index_head_dim, setting.config.block_size
+    pages = Pools(setting.config, 3, Device.of(device)).view(Side.TARGET, Role.INDEX_K, 0)
+    k = torch.ones(10, width, device=device) * torch.arange(1, 11, device=device)[:, None]
+    ops.store_index_k(k, pages, torch.arange(2 * size, 2 * size + 10, device=device), "fp4")
+    q, weights = torch.ones(1, heads, width, device=device), torch.ones(1, heads, device=device)
+    table, row, context = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[2]], [0], [10]))
+    scores = torch.full((1, 10), torch.nan, device=device)
+    ops.paged_index_logits(q, weights, pages, table, row, context, scores, "fp4")
+    values = torch.tensor([1, 2, 3, 4, 4, 6, 8, 8, 8, 8], dtype=torch.float32)  # of e2m1 by scale, ties downward
+    assert scores[0, :4].cpu().tolist() == (values[:4] * heads * width).tolist()
+    assert bool(scores.isfinite().all())
+
+
+def connector(setting: Setting, device: torch.device) -> None:
+    manager, heard = manager_of(setting), []
+    manager.on_rewind.append(lambda row, length, ids: heard.append((row, length, ids.tolist())))
+    row = manager.open()
+    manager.extend([row], 65)
+    manager.advance([row], 65)
+    ids = manager.block_table[row, :2].tolist()
+    manager.rewind([row], 3, 9)
+    assert heard == [(row, 62, ids[1:])]
+    free = manager.stats().blocks_free
+    manager.retire(9)
+    assert manager.stats().blocks_free == free + 1
+
+
+def split_index_k(setting: Setting, device: torch.device) -> None:
+    """The view is what DeepGEMM documents: u8 [blocks, page, 1, bytes], inner strides those of one page, aligned."""
+    size = setting.page_size(Role.INDEX_K)
+    pools = Pools(setting.config, 5, Device.of(device))
+    layout = setting.config.page_layout(Role.INDEX_K)
+    for layer in range(2):
+        whole = pools.view(Side.TARGET, Role.INDEX_K, layer)
+        pages = split_pages(whole, size)
+        assert list(pages.shape) == [2 * len(whole), size, 1, layout.token_bytes]
+        assert pages.stride()[1:] == (layout.token_bytes, layout.token_bytes, 1)
+        assert pages.stride(0) == size * layout.token_bytes
+        assert pages.stride(0) % 4 == pages.data_ptr() % 16 == 0
+    table = torch.tensor([[6, 2, 0, 0]], dtype=torch.int32, device=device)
+    assert split_page_table(table, setting.config.block_size, size).tolist() == [[12, 13, 4, 5, 0, 1, 0, 1]]
+
+
+def split_latents(setting: Setting, device: torch.device) -> None:
+    """The view is what FlashMLA documents: [blocks, page, 1, 656], contiguous, base aligned."""
+    whole = Pools(setting.config, 5, Device.of(device)).view(Side.TARGET, Role.LATENT, 1)
+    pages = split_pages(whole, 16)
+    assert list(pages.shape) == [4 * len(whole), 16, 1, 656]
+    assert pages.is_contiguous()
+    assert pages.data_ptr() == whole.data_ptr()
+    assert pages.data_ptr() % 16 == 0
+
+
+EXERCISES: dict[str, Exercise] = {
+    f"{V2} + graph=True": graph,
+    f"{V2} + prefix_hit=True": prefix_hit,
+    f"{V2} + partial_hit=True": partial_hit,
+    f"{V2} + fork=True": fork,
+    f"{V2} + offload=True": offload,
+    f"{V2} + growth=True": growth,
+    f"{V1} + {DRAFTS}": drafts(V1Runner),
+    f"{V2} + {DRAFTS}": drafts(DecodeRuntime),
+    'index_k="fp4" + index_scorer="graphkv", any device': software_fp4,
+    f"connector of both roles and sides + {DRAFTS}": connector,
+    'index_scorer="deepgemm" on Hopper + block_size=128, index_page_size=64': split_index_k,
+    'index_scorer="deepgemm" on Blackwell + index_k="fp4", index_page_size=32': split_index_k,
+    'latent_attention="flashmla" on Hopper + latent="fp8_ds_mla", latent_page_size=16': split_latents,
+}
+
+
+@pytest.mark.parametrize("line", WORKS, ids=name_of)
+def test_a_pair_that_works_does(line: Combination, device: torch.device) -> None:
+    EXERCISES[name_of(line)](line.example, device)
+
+
+def test_each_exercise_has_its_line() -> None:
+    assert EXERCISES.keys() == {name_of(line) for line in WORKS}
