@@ -53,9 +53,9 @@ def decode(
     trace = Trace(model, max_rows=batch, max_positions=longest)
     adapter = TransformersModel(model, max_rows=batch, observer=trace)
     config = adapter.cache_config(**({"latent": "fp32", "index_k": "fp32"} | formats))
-    runtime = DecodeRuntime(
-        config, adapter, device=device, max_rows=batch, max_seq_len=longest, num_blocks=10 * batch, prefill_chunk=96
-    )
+    sizes = {"max_rows": batch, "max_seq_len": longest, "num_blocks": 10 * batch, "prefill_chunk": 96}
+    # The choices of every token are judged, so every token is computed.
+    runtime = DecodeRuntime(config, adapter, device=device, prefix_caching=False, **sizes)
     session = Session(runtime, trace, prompts, batch)
 
     def tick(done: int, wanted: int) -> None:
