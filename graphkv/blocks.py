@@ -267,15 +267,16 @@ class BlockTable:
         self._note(rows, columns)
 
     def drop(self, row: int, held: int) -> None:
-        """Empty the `held` cells of a row that ended. Needs no room: nothing reads the row until it is reopened."""
+        """Empty the `held` cells of a row that no step may name now. Needs no room: they are noted by `reopen`."""
         self.ids[row, :held] = 0
-        self._stale[row] = held
+        self._stale[row] = max(held, self._stale[row])
 
     def reopen(self, row: int, more: int = 0) -> None:
         """Note the cells that `drop` left behind; `InvalidValue` if the journal lacks room for them and `more`."""
         stale = int(self._stale[row])
         self.need_edits(stale + more)
         self._note(row, np.arange(stale))
+        self._stale[row] = 0
 
     def take_edits(self, out: Int32s) -> int:
         """Write the noted cells into `out` as (row, column, current id), forget them, and return their number.

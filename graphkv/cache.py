@@ -77,6 +77,15 @@ class ContentCache:
         else:
             self.lose(node)
 
+    def spoil(self, node: Node, tier: int) -> None:
+        """A copy turned out to be bad: it is no longer there, nor is what builds on it if it was the last."""
+        if sum(slot != ABSENT for slot in node.slots) == 1:
+            self.lose(node)
+        else:
+            slot = node.slots[tier]
+            self._detach(node, tier)
+            self._tell(EventKind.REMOVED, node, tier, slot)
+
     def lose(self, node: Node) -> None:
         """Forget content, and all that builds on it, in every tier; nobody may reference it."""
         for child in list(node.children()):

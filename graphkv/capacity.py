@@ -39,7 +39,8 @@ class Capacity:
 
     Attributes:
         block_table: int32 [max_rows, max_blocks], block ids; 0 (null block) past a row's blocks and in closed rows.
-        length: int32 [max_rows], tokens that are valid, or will be at most, once the submitted steps ran.
+        length: int32 [max_rows], tokens that are valid, or will be at most, once the submitted steps ran. Suspension
+            does not change it.
         blocks_held: int32 [max_rows]; a row's capacity is `blocks_held * block_size` tokens, never below its length.
         serial: int64 [max_rows], how often the row was opened: tells the sequences of a row apart.
         is_open: bool [max_rows], rows of a sequence.
@@ -263,7 +264,7 @@ class Capacity:
         if sorted(open_rows + idle) != list(range(self.max_rows)):
             raise AssertionError(f"open rows {open_rows} and idle rows {idle} are not each of {self.max_rows} once")
         held, table = self.blocks_held, self.block_table
-        capacity = np.where(self.is_open, held * self.block_size, 0)
+        capacity = np.where(self.is_ready, held * self.block_size, np.where(self.is_open, self.max_tokens, 0))
         if (bad := (self.length < 0) | (self.length > capacity) | (held > self.max_blocks)).any():
             row = int(bad.argmax())
             raise AssertionError(f"row {row} has length {self.length[row]} and {held[row]} blocks, not open or too few")

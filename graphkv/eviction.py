@@ -54,7 +54,7 @@ class ContentSlots(BlockAllocator):
         self._owner = owner
         self._last_use = np.zeros(num_blocks, np.int64)
         self._stamp = [0] * num_blocks  # a candidate whose stamp is older was referenced since
-        self._uses = 0
+        self.uses = 0  # counts what can change the order of eviction
         self._order: list[_Candidate] = []
         self._unsettled: dict[int, list[int]] = {}  # unretired step -> cached slots it may touch
 
@@ -103,8 +103,8 @@ class ContentSlots(BlockAllocator):
     def release(self, ids: NDArray[np.integer], step: int) -> Index:
         cached = super().release(ids, step)
         if cached.size:
-            self._uses += 1
-            self._last_use[cached] = self._uses
+            self.uses += 1
+            self._last_use[cached] = self.uses
             for slot in cached.tolist():
                 self.offer(slot)
         return cached

@@ -244,6 +244,10 @@ class PrefixIndex:
             _field(b"C", struct.pack("<qq", item.start - start, item.stop - start) + item.digest) for item in inside
         )
 
+    def knows(self, node: Node) -> bool:
+        """Whether a block is still in the tree."""
+        return self._nodes.get(node.key) is node
+
     def find(self, parent: Node, content: bytes) -> Node | None:
         """The child of `parent` with that content."""
         node = self._nodes.get(self._key(parent, content))

@@ -9,6 +9,8 @@ import numpy as np
 from graphkv.transfer import DEVICE
 
 if TYPE_CHECKING:
+    from graphkv.blocks import Int32s
+    from graphkv.eviction import ContentSlots
     from graphkv.manager_v2 import ManagerV2
 
 _NEVER = np.iinfo(np.int32).max
@@ -18,7 +20,7 @@ def check_content(manager: ManagerV2) -> None:
     """`AssertionError` with the facts unless every open row is sole owner of what it may write, and shares only blocks
     that are known, in its own scope, for the very tokens it has there."""
     size = manager.block_size
-    uses = manager.blocks.refs - manager.copy_references()
+    uses = manager.blocks.refs - manager.passing_references()
     for row in np.flatnonzero(manager.is_ready).tolist():
         held, length = int(manager.blocks_held[row]), int(manager.length[row])
         for column in range(length // size, held):
@@ -29,6 +31,15 @@ def check_content(manager: ManagerV2) -> None:
                     f"{'' if manager.blocks.kept[block] else 'not '}findable"
                 )
         _check_chain(manager, row, length // size)
+
+
+def check_references(slots: ContentSlots, uses: Int32s) -> None:
+    """`AssertionError` unless the slots of a colder tier are referenced as often as somebody uses them."""
+    if (differs := uses != slots.refs).any():
+        slot = int(differs.argmax())
+        raise AssertionError(
+            f"tier {slots.tier}: slot {slot} is used {uses[slot]} times with {slots.refs[slot]} references"
+        )
 
 
 def _check_chain(manager: ManagerV2, row: int, full: int) -> None:
