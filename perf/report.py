@@ -100,7 +100,9 @@ def parts(run: Run) -> Iterator[str]:
 
 def around(run: Run) -> Iterator[str]:
     rows = [
-        (f.info["way"], f.info["device"], f.info["rows"], f.us) for kind in ("retire", "launch") for f in run.of(kind)
+        (f.info["way"], f.info["device"], f.info["rows"], f.us)
+        for kind in ("retire", "index", "launch")
+        for f in run.of(kind)
     ]
     yield from table(("once a step too", "device", "batch", "us"), rows)
 

@@ -39,7 +39,7 @@ def facts(rows: int, device: str, way: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("rows", "device", "upload"), WAYS)
 def test_host_step(benchmark: Any, rows: int, device: str, upload: str) -> None:
-    runtime, batch = steady_runtime(rows, device, upload=upload)
+    runtime, batch = steady_runtime(rows, device, upload=upload, prefix_caching=False)
     leave_out_launches(runtime)
 
     def retire() -> None:
@@ -89,6 +89,26 @@ def test_host_part(benchmark: Any, part: str, rows: int, device: str, upload: st
     benchmark.extra_info |= {**facts(rows, device, upload), "table": "parts", "part": part}
     benchmark.pedantic(parts.run, args=((part,),), rounds=ROUNDS, warmup_rounds=WARM_UP, setup=up_to_it)
     parts.finish()
+    runtime.check()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_host_index(benchmark: Any, rows: int) -> None:
+    """With prefix caching, what `step` does behind the launch: the blocks that filled up become findable."""
+    runtime, batch = steady_runtime(rows, "cpu")
+    leave_out_launches(runtime)
+    index, manager = runtime.manager.index_commits, runtime.manager
+
+    def submit() -> None:
+        manager.index_commits = lambda: None  # type: ignore[method-assign]
+        runtime.step(batch)
+        del manager.index_commits
+        write_results(runtime)
+        runtime.retire()
+
+    benchmark.group = "blocks become findable"
+    benchmark.extra_info |= {**facts(rows, "cpu", "index"), "table": "index"}
+    benchmark.pedantic(index, rounds=ROUNDS, warmup_rounds=WARM_UP, setup=submit)
     runtime.check()
 
 

@@ -69,7 +69,7 @@ def steady_runtime(
     )
     sequences = [runtime.open([1]) for _ in range(rows)]
     for sequence, length in zip(sequences, lengths.tolist(), strict=True):
-        _grow(runtime, sequence.row, length)
+        _grow(runtime, sequence.row, length, rng)
     runtime.resync()  # the device gets lengths and tables as the host has them
     batch = Batch(sequences)
     for _ in range(3):  # the first step supplies tokens; after both frames were used, packets are steady
@@ -77,8 +77,9 @@ def steady_runtime(
     return runtime, batch
 
 
-def _grow(runtime: DecodeRuntime, row: int, length: int) -> None:
+def _grow(runtime: DecodeRuntime, row: int, length: int, rng: np.random.Generator) -> None:
     manager, rows = runtime.manager, np.array([row], np.int32)
+    manager.token_ids[row, : length + 1] = rng.integers(0, 1 << 30, length + 1)  # no two blocks are the same content
     manager.extend(rows, length)
     manager.advance(rows, length)
     manager.take_edits(np.empty((manager.edits_pending, EDIT_WORDS), np.int32))
