@@ -124,19 +124,15 @@ class Capacity:
             OutOfBlocks: the pool is short.
             InvalidValue: a bad row or n, a row past its `max_tokens`, or a journal without room.
         """
+        return self._extend(self._reader.of(rows), n)
+
+    def claim(self, rows: ArrayLike, n: ArrayLike) -> int:
+        """`extend` and `advance` at once, which is what a step does: room for `n` more tokens, and lengths that count
+        them, in every row or in none. Returns and raises what `extend` does."""
         batch = self._reader.of(rows)
-        want, held, mask = batch.want, batch.held, batch.mask
-        self.length.take(batch.rows, None, want, "clip")
-        np.add(want, self._reader.counts(n, batch.rows.size, "n"), want)
-        np.add(want, self._round_up, want)
-        np.right_shift(want, self._shift, want)
-        self.blocks_held.take(batch.rows, None, held, "clip")
-        np.greater(want, held, mask)
-        short = mask.nonzero()[0]
-        if not short.size:
-            return 0
-        one_each = type(n) is int and n <= self.block_size  # since capacity is never below length
-        return self._grow(batch.rows[short], held[short], want[short], one_each)
+        added = self._extend(batch, n)
+        self.length[batch.rows] = batch.tokens
+        return added
 
     def advance(self, rows: ArrayLike, n: ArrayLike) -> None:
         """Move lengths up by `n`, when a step is submitted; `InvalidValue` where capacity does not cover it."""
@@ -280,6 +276,21 @@ class Capacity:
     def _other_uses(self) -> Int32s:
         """int32 [num_blocks], references to blocks that do not stand for a table cell."""
         return np.zeros(self.blocks.num_blocks, np.int32)
+
+    def _extend(self, batch: Batch, n: ArrayLike) -> int:
+        """`extend`; leaves length + n in `batch.tokens`."""
+        tokens, want, held, mask = batch.tokens, batch.want, batch.held, batch.mask
+        self.length.take(batch.rows, None, tokens, "clip")
+        np.add(tokens, self._reader.counts(n, batch.rows.size, "n"), tokens)
+        np.add(tokens, self._round_up, want)
+        np.right_shift(want, self._shift, want)
+        self.blocks_held.take(batch.rows, None, held, "clip")
+        np.greater(want, held, mask)
+        short = mask.nonzero()[0]
+        if not short.size:
+            return 0
+        one_each = type(n) is int and n <= self.block_size  # since capacity is never below length
+        return self._grow(batch.rows[short], held[short], want[short], one_each)
 
     def _grow(self, rows: Index, held: Int32s, want: Int32s, one_each: bool) -> int:
         """Give `rows`, all short of blocks, the columns held .. want-1; every check comes before the first change."""

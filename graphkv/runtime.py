@@ -338,11 +338,10 @@ class DecodeRuntime:
         return frame
 
     def _make_room(self, batch: Batch, n: int | npt.NDArray[np.int32], edits: int) -> Frame:
-        """Extend every row of the batch by n, or none, and move their lengths; the frame to describe the step in."""
+        """Claim n more tokens of every row of the batch, or of none; the frame to describe the step in."""
         self._reserve_edits(edits)
         frame = self._acquire()
-        self.manager.extend(batch.rows, n)
-        self.manager.advance(batch.rows, n)
+        self.manager.claim(batch.rows, n)
         return frame
 
     def _reserve_edits(self, edits: int) -> None:

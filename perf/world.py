@@ -116,7 +116,7 @@ class StepParts:
     `step` itself, timed whole, costs what the parts cost together and its own argument checks.
     """
 
-    ORDER = ("acquire", "extend", "advance", "records", "edits", "seal", "publish", "submitted")
+    ORDER = ("acquire", "claim", "records", "edits", "seal", "publish", "submitted")
 
     def __init__(self, runtime: DecodeRuntime, batch: Batch) -> None:
         self.runtime, self.engine, self.manager = runtime, runtime._engine, runtime.manager
@@ -144,11 +144,8 @@ class StepParts:
         self.runtime._reserve_edits(2 * self.count)
         self.frame = self.runtime._acquire()
 
-    def _extend(self) -> None:
-        self.manager.extend(self.rows, 1)
-
-    def _advance(self) -> None:
-        self.manager.advance(self.rows, 1)
+    def _claim(self) -> None:
+        self.manager.claim(self.rows, 1)
 
     def _records(self) -> None:
         self.frame.writer.records(self.rows, 1)
