@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from manager_calls import ids_of, refused, rows
+from manager_calls import ids_of, refused, rows, snapshot
 
 from graphkv.errors import InvalidValue, OutOfBlocks, OutOfRows
 from graphkv.manager_v2 import ManagerV2
