@@ -3,6 +3,7 @@
 The names below are the public surface. Importing them initialises no CUDA.
 """
 
+from graphkv.baseline.runner import V1Runner
 from graphkv.config import CacheConfig, Indexer, LayerSpec
 from graphkv.device import Device
 from graphkv.errors import (
@@ -12,19 +13,28 @@ from graphkv.errors import (
     InvalidValue,
     KernelCompileError,
     OutOfBlocks,
+    OutOfMemory,
     OutOfRows,
     StaleFrame,
+    TransferTimeout,
     UnsupportedCombination,
 )
 from graphkv.layout import IndexKFormat, LatentFormat, PageLayout, Role, ScaleMode, Side
-from graphkv.manager_v2 import ManagerStats, ManagerV2
+from graphkv.manager.prefix import Content, Scope
+from graphkv.manager.retention import Retention
+from graphkv.manager.v2 import ManagerStats, ManagerV2
 from graphkv.metadata import StepMetadata
 from graphkv.pool import Pools
 from graphkv.runtime import DecodeRuntime
+from graphkv.selection.create import create_cache_manager
+from graphkv.selection.requirements import Requirements
 from graphkv.sequence import Batch, Sequence, StepResult
 from graphkv.sizing import CacheSize
 from graphkv.stats import RuntimeStats
 from graphkv.step import StepContext, StepModel, StepOutput
+from graphkv.tiers.disk import DiskTier
+from graphkv.tiers.host import HostTier
+from graphkv.tiers.mover import TierMover
 
 __version__ = "0.1.0"
 
@@ -32,11 +42,14 @@ __all__ = [
     "Batch",
     "CacheConfig",
     "CacheSize",
+    "Content",
     "CudaUnavailable",
     "DecodeRuntime",
     "Device",
     "DeviceFault",
+    "DiskTier",
     "GraphKVError",
+    "HostTier",
     "IndexKFormat",
     "Indexer",
     "InvalidValue",
@@ -46,12 +59,16 @@ __all__ = [
     "ManagerStats",
     "ManagerV2",
     "OutOfBlocks",
+    "OutOfMemory",
     "OutOfRows",
     "PageLayout",
     "Pools",
+    "Requirements",
+    "Retention",
     "Role",
     "RuntimeStats",
     "ScaleMode",
+    "Scope",
     "Sequence",
     "Side",
     "StaleFrame",
@@ -60,5 +77,9 @@ __all__ = [
     "StepModel",
     "StepOutput",
     "StepResult",
+    "TierMover",
+    "TransferTimeout",
     "UnsupportedCombination",
+    "V1Runner",
+    "create_cache_manager",
 ]

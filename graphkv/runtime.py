@@ -13,22 +13,22 @@ import torch
 
 from graphkv import packet as pk
 from graphkv.config import CacheConfig
-from graphkv.copies import BlockCopies, independent_moves
 from graphkv.device import Device
 from graphkv.engine import EngineShape, Mode, RawResult, StepEngine
 from graphkv.errors import DeviceFault, InvalidValue, StaleFrame
 from graphkv.frames import Frame, Upload
 from graphkv.layout import Side
-from graphkv.manager_v2 import ManagerV2
+from graphkv.manager.prefix import EVERYONE, Content, Scope
+from graphkv.manager.retention import Retention
+from graphkv.manager.v2 import ManagerV2
 from graphkv.metadata import StepMetadata
 from graphkv.pool import NULL_BLOCK, Pools
-from graphkv.prefix import EVERYONE, Content, Scope
-from graphkv.retention import Retention
 from graphkv.rows import RowTokens
 from graphkv.sequence import Batch, Chunk, Sequence, StepResult, cut_into_chunks, token_array
 from graphkv.sizing import CacheSize
 from graphkv.stats import RuntimeStats
 from graphkv.step import StepModel
+from graphkv.tiers.copies import BlockCopies, independent_moves
 from graphkv.transfer import DEVICE, CopyJob
 
 RESULTS_KEPT = 64

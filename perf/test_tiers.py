@@ -19,9 +19,9 @@ import torch
 
 from graphkv.config import CacheConfig
 from graphkv.device import Device
-from graphkv.mover import TierMover
 from graphkv.pool import Pools
-from graphkv.tiers import HOST, HostTier, UnitLayout
+from graphkv.tiers.host import HOST, HostTier, UnitLayout
+from graphkv.tiers.mover import TierMover
 from graphkv.transfer import DEVICE, CopyJob
 
 pytestmark = pytest.mark.gpu

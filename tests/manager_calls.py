@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graphkv.manager_v2 import ManagerV2
+from graphkv.manager.v2 import ManagerV2
 
 
 def rows(*numbers: int) -> np.ndarray:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from graphkv import ops
+from graphkv.baseline.runner import V1Runner
 from graphkv.config import CacheConfig, LayerSpec
 from graphkv.layout import Role, Side
 from graphkv.metadata import StepMetadata
-from graphkv.runner_v1 import V1Runner
 from graphkv.runtime import DecodeRuntime
 from graphkv.sequence import Sequence
 from graphkv.step import StepContext, StepOutput

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from graphkv.blocks import BlockAllocator, BlockCounts, BlockTable
 from graphkv.errors import InvalidValue, OutOfBlocks
+from graphkv.manager.blocks import BlockAllocator, BlockCounts, BlockTable
 
 
 def test_null_block_is_never_handed_out() -> None:

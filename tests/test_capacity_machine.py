@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from manager_calls import ids_of, refused, rows, snapshot
 
 from graphkv.errors import InvalidValue, OutOfBlocks, OutOfRows
-from graphkv.manager_v2 import ManagerV2
+from graphkv.manager.v2 import ManagerV2
 
 
 class ManagerMachine(RuleBasedStateMachine):

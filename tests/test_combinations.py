@@ -12,17 +12,17 @@ from mix import MixModel, mix_config, run_workload
 from probe import probe_runtime
 
 from graphkv import ops
+from graphkv.baseline.runner import V1Runner
 from graphkv.device import Device
 from graphkv.layout import IndexKFormat, Role, Side
-from graphkv.manager_v2 import ManagerV2
-from graphkv.mover import TierMover
+from graphkv.manager.v2 import ManagerV2
 from graphkv.pool import Pools
-from graphkv.requirements import Setting
-from graphkv.runner_v1 import V1Runner
 from graphkv.runtime import DecodeRuntime
-from graphkv.selection import COMBINATIONS, Combination, create_cache_manager
-from graphkv.subpages import split_page_table, split_pages
-from graphkv.tiers import HOST, HostTier, UnitLayout
+from graphkv.selection.create import COMBINATIONS, Combination, create_cache_manager
+from graphkv.selection.requirements import Setting
+from graphkv.selection.subpages import split_page_table, split_pages
+from graphkv.tiers.host import HOST, HostTier, UnitLayout
+from graphkv.tiers.mover import TierMover
 from graphkv.transfer import DEVICE, CopyJob
 
 Exercise = Callable[[Setting, torch.device], None]

@@ -16,10 +16,10 @@ from helpers import run_python
 from tier_world import TierWorld, load, offload, onload, same, store, tier_config
 
 from graphkv.device import Device
-from graphkv.disk import DiskTier, FileOps
 from graphkv.errors import InvalidValue, TransferTimeout
 from graphkv.pool import Pools
-from graphkv.tiers import UnitLayout
+from graphkv.tiers.disk import DiskTier, FileOps
+from graphkv.tiers.host import UnitLayout
 
 UNIT = UnitLayout.of(Pools(tier_config(), 2, Device.of("cpu")))
 

@@ -11,12 +11,12 @@ from mix import mix_config
 from step_oracle import live_set
 from step_world import assert_live
 
+from graphkv.baseline.metadata import MetadataBuilder, UploadedBatch
 from graphkv.device import Device
 from graphkv.errors import InvalidValue, OutOfBlocks, OutOfRows
 from graphkv.layout import Role, Side
-from graphkv.manager_v1 import LayerPools, ManagerV1
+from graphkv.manager.v1 import LayerPools, ManagerV1
 from graphkv.metadata import DerivePlan
-from graphkv.metadata_v1 import MetadataBuilder, UploadedBatch
 from graphkv.pool import NULL_PATTERN
 from graphkv.sizing import CacheSize
 

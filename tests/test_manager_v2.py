@@ -9,7 +9,7 @@ import pytest
 from manager_calls import grow, ids_of, refused, rows
 
 from graphkv.errors import InvalidValue, OutOfBlocks, OutOfRows
-from graphkv.manager_v2 import ManagerV2
+from graphkv.manager.v2 import ManagerV2
 
 
 def make(**changes: Any) -> ManagerV2:

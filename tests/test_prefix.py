@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphkv.errors import InvalidValue
-from graphkv.prefix import Content, PrefixIndex, Scope, sha256
+from graphkv.manager.prefix import Content, PrefixIndex, Scope, sha256
 
 B = 4
 

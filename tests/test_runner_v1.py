@@ -8,12 +8,12 @@ import torch
 from mix import MixModel, gathered, mix_config, run_workload
 from probe import PER_REQUEST, WIDTH, ProbeModel, accepted_of, probe_config
 
+from graphkv.baseline.runner import RESULTS_KEPT, V1Runner
 from graphkv.errors import DeviceFault, InvalidValue, OutOfBlocks, OutOfRows, UnsupportedCombination
 from graphkv.layout import Role, Side
 from graphkv.pool import NULL_PATTERN
-from graphkv.requirements import Requirements
-from graphkv.runner_v1 import RESULTS_KEPT, V1Runner
 from graphkv.runtime import DecodeRuntime
+from graphkv.selection.requirements import Requirements
 from graphkv.step import StepContext, StepOutput
 
 FORMATS = [("fp32", "fp32"), ("bf16", "bf16"), ("fp8", "fp8"), ("fp8_ds_mla", "fp4"), ("bf16", "fp8")]

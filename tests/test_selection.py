@@ -10,16 +10,15 @@ import pytest
 import torch
 from probe import probe_config
 
+from graphkv.baseline.runner import V1Runner
 from graphkv.config import CacheConfig, LayerSpec
-from graphkv.consumers import DEEPGEMM, FLASHMLA, DeviceFacts
 from graphkv.device import Device
 from graphkv.errors import InvalidValue, UnsupportedCombination
 from graphkv.layout import Role, Side
-from graphkv.manager_v1 import ManagerV1
-from graphkv.manager_v2 import ManagerV2
-from graphkv.requirements import V1, V2, Capabilities, Connector, Requirements, Setting
-from graphkv.runner_v1 import V1Runner
-from graphkv.selection import (
+from graphkv.manager.v1 import ManagerV1
+from graphkv.manager.v2 import ManagerV2
+from graphkv.selection.consumers import DEEPGEMM, FLASHMLA, DeviceFacts
+from graphkv.selection.create import (
     COMBINATIONS,
     Combination,
     capabilities_of,
@@ -27,6 +26,7 @@ from graphkv.selection import (
     create_cache_manager,
     render_combinations,
 )
+from graphkv.selection.requirements import V1, V2, Capabilities, Connector, Requirements, Setting
 
 CONFIG = CacheConfig(layers=(LayerSpec(),) * 2)
 H200, B200, A100, RTX = (

@@ -10,7 +10,7 @@ from helpers import poison
 from graphkv import ops
 from graphkv.errors import InvalidValue
 from graphkv.layout import IndexKFormat, LatentFormat, index_k_layout, latent_layout
-from graphkv.subpages import pages_a_block, split_page_table, split_pages
+from graphkv.selection.subpages import pages_a_block, split_page_table, split_pages
 
 D, LAYERS, BLOCKS = 128, 3, 4  # of a coalesced pool: layers side by side inside a block
 

@@ -17,9 +17,9 @@ from graphkv import ops
 from graphkv.device import Device
 from graphkv.errors import InvalidValue, OutOfMemory
 from graphkv.layout import Role, Side
-from graphkv.mover import TierMover
 from graphkv.pool import Pools
-from graphkv.tiers import DISK, HOST, HostTier, UnitLayout
+from graphkv.tiers.host import DISK, HOST, HostTier, UnitLayout
+from graphkv.tiers.mover import TierMover
 from graphkv.transfer import DEVICE, CopyJob
 
 GIB = 1 << 30

@@ -10,10 +10,10 @@ pytest.importorskip("transformers")
 
 from mix import gathered
 
+from graphkv.baseline.runner import V1Runner
 from graphkv.demo.model import FAMILIES, build_model
 from graphkv.demo.session import single_thread
 from graphkv.integrations.transformers import TransformersModel
-from graphkv.runner_v1 import V1Runner
 from graphkv.runtime import DecodeRuntime
 
 

@@ -16,11 +16,11 @@ import torch
 
 from graphkv.config import CacheConfig, LayerSpec
 from graphkv.device import Device, Event
-from graphkv.disk import DiskTier, FileOps
-from graphkv.lanes import Lane, StreamLane
-from graphkv.mover import TierMover
 from graphkv.pool import Pools
-from graphkv.tiers import DISK, HOST, HostTier, UnitLayout
+from graphkv.tiers.disk import DiskTier, FileOps
+from graphkv.tiers.host import DISK, HOST, HostTier, UnitLayout
+from graphkv.tiers.lanes import Lane, StreamLane
+from graphkv.tiers.mover import TierMover
 from graphkv.transfer import DEVICE, CopyJob
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphkv.errors import InvalidValue
-from graphkv.retention import Worth
+from graphkv.manager.retention import Worth
 
 Digest = Callable[[bytes], bytes]
 TOKEN_BYTES = 4

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphkv.errors import InvalidValue
-from graphkv.tiers import UnitLayout
+from graphkv.tiers.host import UnitLayout
 
 _MAGIC = b"GRAPHKV1"
 _FIELDS = struct.Struct("<8s16sQQQ")  # magic, the tier's own number, slot, how many stores came before, payload bytes

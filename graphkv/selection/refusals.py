@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from graphkv.consumers import DEEPGEMM, FP4_SM, Consumer, IndexScorer, LatentAttention
 from graphkv.layout import IndexKFormat, Role, Side
-from graphkv.requirements import ContextParallel, Setting
+from graphkv.selection.consumers import DEEPGEMM, FP4_SM, Consumer, IndexScorer, LatentAttention
+from graphkv.selection.requirements import ContextParallel, Setting
 
 Refusal = Callable[[Setting], str | None]
 

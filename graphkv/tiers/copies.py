@@ -14,7 +14,7 @@ from graphkv.device import Device
 from graphkv.errors import InvalidValue
 from graphkv.kernels import load
 from graphkv.pool import Pools
-from graphkv.tiers import HOST, HostTier, UnitLayout
+from graphkv.tiers.host import HOST, HostTier, UnitLayout
 from graphkv.transfer import DEVICE, CopyJob
 
 Route = Literal["kernel", "engine"]

@@ -5,7 +5,7 @@ A block is *private* (one owner, filling), *shared* (its content is findable, so
 
     open (match, share, copy a partial block) -> extend, advance, settle -> commit (findable) -> close (cached)
 
-Rows are `graphkv.capacity`, what is in them `graphkv.content_rows`, where it is `graphkv.moving_rows`. Bytes move by
+Rows are `capacity`, what is in them `content_rows`, where it is `moving_rows`, all beside this module. Bytes move by
 copies that the caller puts on the stream (`take_copies`) and by transfers that a `BlockMover` runs beside it; `poll`
 takes note of those that ended.
 """
@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from graphkv.blocks import BlockCounts
-from graphkv.cache import ContentCache
 from graphkv.errors import InvalidValue
-from graphkv.events import Event, EventLog
-from graphkv.moving_rows import MovingRows, RowState
-from graphkv.prefix import Digest, sha256
-from graphkv.self_check import check_content, check_references
-from graphkv.tiering import Tiering
+from graphkv.manager.blocks import BlockCounts
+from graphkv.manager.content import ContentCache
+from graphkv.manager.events import Event, EventLog
+from graphkv.manager.moving_rows import MovingRows, RowState
+from graphkv.manager.prefix import Digest, sha256
+from graphkv.manager.self_check import check_content, check_references
+from graphkv.manager.tiering import Tiering
 from graphkv.transfer import DEVICE, BlockMover
 
 __all__ = ["ManagerStats", "ManagerV2", "RowState"]

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from graphkv import refusals
 from graphkv.config import CacheConfig, LayerSpec
-from graphkv.consumers import CPU, DEEPGEMM, FLASHMLA, DeviceFacts, IndexScorer, LatentAttention
 from graphkv.device import Device
 from graphkv.errors import InvalidValue, UnsupportedCombination
 from graphkv.layout import IndexKFormat, LatentFormat, Role, Side
-from graphkv.manager_v1 import ManagerV1
-from graphkv.manager_v2 import ManagerV2
+from graphkv.manager.v1 import ManagerV1
+from graphkv.manager.v2 import ManagerV2
 from graphkv.metadata import TABLE_COLUMN_MULTIPLE
-from graphkv.refusals import Refusal
-from graphkv.requirements import V1, V2, Capabilities, Connector, ContextParallel, Requirements, Setting
+from graphkv.selection import refusals
+from graphkv.selection.consumers import CPU, DEEPGEMM, FLASHMLA, DeviceFacts, IndexScorer, LatentAttention
+from graphkv.selection.refusals import Refusal
+from graphkv.selection.requirements import V1, V2, Capabilities, Connector, ContextParallel, Requirements, Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +308,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         '`index_scorer="deepgemm"` on Hopper',
         "`block_size=128, index_page_size=64`",
-        "a block holds two index_k pages of each layer, see `graphkv.subpages`",
+        "a block holds two index_k pages of each layer, see `graphkv.selection.subpages`",
         _example(replace(_DEEPGEMM, index_page_size=64), device=_H200, config=_with(block_size=128)),
     ),
     Combination(

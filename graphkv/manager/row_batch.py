@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from graphkv.blocks import Index, Int32s
 from graphkv.errors import InvalidValue
+from graphkv.manager.blocks import Index, Int32s
 
 _I32 = np.dtype(np.int32)
 

@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from graphkv.blocks import Index, Int32s
-from graphkv.cache import ContentCache
-from graphkv.capacity import Capacity
 from graphkv.errors import InvalidValue, OutOfBlocks
-from graphkv.events import EventKind
-from graphkv.eviction import ContentSlots
-from graphkv.prefix import ABSENT, EVERYONE, Content, Match, Node, Scope
-from graphkv.retention import Retention, Worth
-from graphkv.row_batch import Batch
+from graphkv.manager.blocks import Index, Int32s
+from graphkv.manager.capacity import Capacity
+from graphkv.manager.content import ContentCache
+from graphkv.manager.events import EventKind
+from graphkv.manager.eviction import ContentSlots
+from graphkv.manager.prefix import ABSENT, EVERYONE, Content, Match, Node, Scope
+from graphkv.manager.retention import Retention, Worth
+from graphkv.manager.row_batch import Batch
 from graphkv.transfer import DEVICE, CopyJob
 
 _NEVER = np.iinfo(np.int32).max

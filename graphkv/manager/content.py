@@ -10,10 +10,10 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 
-from graphkv.events import EventKind, EventLog
-from graphkv.eviction import ContentSlots
-from graphkv.prefix import ABSENT, Digest, Node, PrefixIndex, sha256
-from graphkv.retention import Worth
+from graphkv.manager.events import EventKind, EventLog
+from graphkv.manager.eviction import ContentSlots
+from graphkv.manager.prefix import ABSENT, Digest, Node, PrefixIndex, sha256
+from graphkv.manager.retention import Worth
 from graphkv.transfer import DEVICE
 
 

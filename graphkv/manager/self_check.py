@@ -9,9 +9,9 @@ import numpy as np
 from graphkv.transfer import DEVICE
 
 if TYPE_CHECKING:
-    from graphkv.blocks import Int32s
-    from graphkv.eviction import ContentSlots
-    from graphkv.manager_v2 import ManagerV2
+    from graphkv.manager.blocks import Int32s
+    from graphkv.manager.eviction import ContentSlots
+    from graphkv.manager.v2 import ManagerV2
 
 _NEVER = np.iinfo(np.int32).max
 

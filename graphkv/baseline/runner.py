@@ -10,15 +10,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from graphkv.baseline.metadata import MetadataBuilder, UploadedBatch, Uploader
 from graphkv.config import CacheConfig
 from graphkv.device import Device, stream_handle
 from graphkv.errors import DeviceFault, InvalidValue, OutOfBlocks
 from graphkv.layout import Side
-from graphkv.manager_v1 import LayerPools, ManagerV1
+from graphkv.manager.v1 import LayerPools, ManagerV1
 from graphkv.metadata import DerivePlan, SideBinding, StepMetadata
-from graphkv.metadata_v1 import MetadataBuilder, UploadedBatch, Uploader
-from graphkv.requirements import Requirements
-from graphkv.selection import create_cache_manager
+from graphkv.selection.create import create_cache_manager
+from graphkv.selection.requirements import Requirements
 from graphkv.sequence import Batch, Sequence, StepResult, cut_into_chunks
 from graphkv.step import StepContext, StepKind, StepModel, StepOutput, Workspace
 

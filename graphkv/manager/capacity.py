@@ -21,9 +21,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from graphkv.blocks import BlockAllocator, BlockTable, Index, Int32s
 from graphkv.errors import InvalidValue, OutOfRows
-from graphkv.row_batch import Batch, BatchReader, cells
+from graphkv.manager.blocks import BlockAllocator, BlockTable, Index, Int32s
+from graphkv.manager.row_batch import Batch, BatchReader, cells
 
 RewindListener = Callable[[int, int, Int32s], None]
 _ZERO = np.array(0, np.int32)

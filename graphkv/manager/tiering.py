@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graphkv.blocks import Int32s
-from graphkv.cache import ContentCache
 from graphkv.errors import InvalidValue, OutOfBlocks, TransferTimeout
-from graphkv.prefix import ABSENT, Node
+from graphkv.manager.blocks import Int32s
+from graphkv.manager.content import ContentCache
+from graphkv.manager.prefix import ABSENT, Node
 from graphkv.transfer import DEVICE, BlockMover, CopyJob
 
 HOST = 1

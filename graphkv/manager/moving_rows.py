@@ -13,12 +13,12 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import ArrayLike
 
-from graphkv.blocks import Int32s
-from graphkv.cache import ContentCache
-from graphkv.content_rows import ContentRows, token_array
 from graphkv.errors import InvalidValue, OutOfBlocks, TransferTimeout
-from graphkv.prefix import ABSENT, EVERYONE, Content, Node, Scope
-from graphkv.tiering import HOST, Item, Load, Move, Tiering
+from graphkv.manager.blocks import Int32s
+from graphkv.manager.content import ContentCache
+from graphkv.manager.content_rows import ContentRows, token_array
+from graphkv.manager.prefix import ABSENT, EVERYONE, Content, Node, Scope
+from graphkv.manager.tiering import HOST, Item, Load, Move, Tiering
 from graphkv.transfer import DEVICE
 
 
@@ -234,7 +234,7 @@ class MovingRows(ContentRows):
         items = [Item(node, DEVICE, node.slots[DEVICE]) for node in nodes[:first]]
         for item in items:
             self.blocks.hold(item.slot)
-        items += [item for node in nodes[first:] if (item := self._colder_copy(node)) is not None]
+        items += [copy for node in nodes[first:] if (copy := self._colder_copy(node)) is not None]
         begun = self._start_load(items, lambda load: self._tiering.release(load.items))
         return len(nodes) - first if begun else 0
 

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from graphkv.copies import BlockCopies, Route, independent_moves
 from graphkv.device import Device
-from graphkv.disk import DiskTier
 from graphkv.errors import InvalidValue, TransferTimeout
-from graphkv.lanes import FileWorkers, Lane, Places, State, StreamLane, Transfer
 from graphkv.pool import Pools
-from graphkv.tiers import DISK, HOST, HostTier
+from graphkv.tiers.copies import BlockCopies, Route, independent_moves
+from graphkv.tiers.disk import DiskTier
+from graphkv.tiers.host import DISK, HOST, HostTier
+from graphkv.tiers.lanes import FileWorkers, Lane, Places, State, StreamLane, Transfer
 from graphkv.transfer import DEVICE, BlockMover, CopyJob
 
 _NAP = 0.0002  # seconds between looks in `wait`

@@ -13,9 +13,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from graphkv.blocks import BlockAllocator, Index
 from graphkv.errors import OutOfBlocks
-from graphkv.prefix import Node
+from graphkv.manager.blocks import BlockAllocator, Index
+from graphkv.manager.prefix import Node
 
 
 class Owner(Protocol):

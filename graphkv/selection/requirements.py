@@ -1,4 +1,4 @@
-"""What a kind of cache can do, and what a caller asks of one. `graphkv.selection` holds the two against each other."""
+"""What a kind of cache can do, and what a caller asks of one. `create` holds the two against each other."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from enum import StrEnum
 from typing import TypeVar
 
 from graphkv.config import CacheConfig
-from graphkv.consumers import CPU, DeviceFacts, IndexScorer, LatentAttention
 from graphkv.errors import InvalidValue
 from graphkv.layout import Role, Side
+from graphkv.selection.consumers import CPU, DeviceFacts, IndexScorer, LatentAttention
 
 _E = TypeVar("_E", bound=StrEnum)
 
@@ -82,7 +82,7 @@ class Requirements:
         connector: an outside store of blocks.
         index_scorer, latent_attention: whose kernels read the cache.
         index_page_size, latent_page_size: tokens a page as these kernels see it, None for the block size; see
-            `graphkv.subpages`.
+            `graphkv.selection.subpages`.
     """
 
     graph: bool = False

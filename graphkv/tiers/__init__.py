@@ -1,0 +1,1 @@
+"""Where blocks rest when they are not on the device, and how their bytes get there and back."""
