@@ -60,6 +60,7 @@ class ContentCache:
             raise AssertionError(f"the block at depth {node.depth} is in tier {tier} already")
         node.slots[tier] = slot
         node.parent.children_in[tier] += 1
+        self.tiers[tier].withdraw(node.parent.slots[tier])
         self.tiers[tier].put(slot, node)
         self.stored[tier] += 1
         self._tell(EventKind.STORED, node, tier, slot)

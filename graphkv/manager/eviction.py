@@ -61,9 +61,14 @@ class ContentSlots(BlockAllocator):
     def take(self, n: int) -> Index:
         """`n` slots, each with one reference, evicting what it must; `OutOfBlocks` with nothing changed if too few."""
         if n > self.free:
-            for slot in self._victims(n):
-                self._owner.evict(self.tier, slot)
+            self.evict(self._victims(n))
         return super().take(n)
+
+    def evict(self, slots: list[int]) -> None:
+        """Free chosen slots."""
+        for slot in slots:
+            if self.node_at[slot] is not None:  # it went with one before, which it built on
+                self._owner.evict(self.tier, slot)
 
     def _victims(self, n: int) -> list[int]:
         """Whom to evict for `n` slots; `OutOfBlocks` if that is not enough."""
@@ -136,6 +141,10 @@ class ContentSlots(BlockAllocator):
             self._unsettled.setdefault(last, []).append(slot)
             return
         self._push_candidate(slot, node)
+
+    def withdraw(self, slot: int) -> None:
+        """A slot got a child in this tier: until that is gone, it is no candidate."""
+        self._stamp[slot] += 1
 
     def choose(self, n: int) -> list[int]:
         """The next `n` slots to evict, or all that can be, in order. Each must then be evicted or offered again."""

@@ -84,34 +84,15 @@ class MovingRows(ContentRows):
         if self._copies:
             raise InvalidValue(f"{len(self._copies)} copies are pending; take_copies and make them before suspending")
         self.index_commits()
-        held, serial = int(self.blocks_held[row]), int(self.serial[row])
-        tail = self._tail[row]
-        nodes: list[Node | None] = [*(tail.chain() if tail else ()), *[None] * held][:held]
-        items = [self._colder_copy(node) for node in nodes]
-        missing = [column for column, item in enumerate(items) if item is None]
-        try:
-            if len(self._cache.tiers) == 1 and missing:
-                raise InvalidValue(
-                    "this manager has no colder tier to suspend to; build it with tier_slots and a mover"
-                )
-            slots = self._cache.tiers[HOST].take(len(missing)).tolist() if missing else []
-        except (OutOfBlocks, InvalidValue):
-            self._tiering.release([item for item in items if item is not None])
-            raise
-        for column, slot in zip(missing, slots, strict=True):
-            items[column] = Item(nodes[column], HOST, slot)
-        moves = [
-            Move(DEVICE, int(self.block_table[row, column]), HOST, slot)
-            for column, slot in zip(missing, slots, strict=True)
-        ]
-        whole = [item for item in items if item is not None]
-        self._leaving.append(whole)
+        items, moves = self._copies_to_host(row)
+        serial = int(self.serial[row])
+        self._leaving.append(items)
 
         def ended(ok: Sequence[bool]) -> None:
-            for column, fine in zip(missing, ok, strict=True):
-                self._note_copy(whole[column], fine)
-            self._leaving.remove(whole)
-            self._left(row, serial, whole, all(ok))
+            self._leaving.remove(items)
+            for move, fine in zip(moves, ok, strict=True):
+                self._note_copy(next(item for item in items if (item.tier, item.slot) == move[2:]), fine)
+            self._left(row, serial, items, all(ok))
 
         self._put_aside(row, RowState.SUSPENDING)
         if not moves:
@@ -120,10 +101,32 @@ class MovingRows(ContentRows):
         try:
             self._tiering.start(moves, ended)
         except BaseException:
-            self._leaving.remove(whole)
+            self._leaving.remove(items)
+            self._tiering.release(items)
             self._make_ready(row)
-            self._tiering.release(whole)
             raise
+
+    def _copies_to_host(self, row: int) -> tuple[list[Item], list[Move]]:
+        """Where each block of a row will be while it is suspended, referenced there, and what must move for that."""
+        held, tail = int(self.blocks_held[row]), self._tail[row]
+        nodes: list[Node | None] = [*(tail.chain() if tail else ()), *[None] * held][:held]
+        there = [self._colder_copy(node) for node in nodes]
+        missing = there.count(None)
+        try:
+            if missing and len(self._cache.tiers) == 1:
+                raise InvalidValue("there is no colder tier to suspend to; build the manager with tier_slots and mover")
+            slots = iter(self._cache.tiers[HOST].take(missing).tolist() if missing else ())
+        except (OutOfBlocks, InvalidValue):
+            self._tiering.release([item for item in there if item is not None])
+            raise
+        items: list[Item] = []
+        moves: list[Move] = []
+        for column, (node, item) in enumerate(zip(nodes, there, strict=True)):
+            if item is None:
+                item = Item(node, HOST, next(slots))
+                moves.append(Move(DEVICE, int(self.block_table[row, column]), HOST, item.slot))
+            items.append(item)
+        return items, moves
 
     def _colder_copy(self, node: Node | None) -> Item | None:
         """Where a block is besides the device, referenced there; None if nowhere."""

@@ -177,10 +177,9 @@ class Tiering:
         colder, target = self._cache.tiers[tier + 1], tier + 1
         taken: list[tuple[Node, int]] = []
         for node in nodes:
-            try:
-                taken.append((node, int(colder.take(1)[0])))
-            except OutOfBlocks:
+            if not self._worth_room(node, tier):
                 break
+            taken.append((node, int(colder.take(1)[0])))
         if not taken:
             return
 
@@ -191,6 +190,19 @@ class Tiering:
 
         self.start([Move(tier, node.slots[tier], target, slot) for node, slot in taken], ended, owns_targets=True)
         self._offloading.update(node for node, _ in taken)
+
+    def _worth_room(self, node: Node, tier: int) -> bool:
+        """Whether the colder tier has room for a copy: a free slot, or one with content that is worth no more.
+
+        A copy of what is in this tier as well makes no room for another such: they would take turns for ever.
+        """
+        colder = self._cache.tiers[tier + 1]
+        if colder.free:
+            return True
+        victims = colder.choose(1)
+        colder.put_back(victims)
+        there = colder.node_at[victims[0]] if victims else None
+        return there is not None and not there.slots[tier] and there.worth.priority <= node.worth.priority
 
     def settle(self, node: Node, tier: int, slot: int, fine: bool) -> bool:
         """A slot taken for content has its bytes, or not: attach it if it is still wanted, and give it up."""

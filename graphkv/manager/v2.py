@@ -128,8 +128,7 @@ class ManagerV2(MovingRows):
         self.index_commits()
         slots = self._cache.device
         victims = slots.choose(slots.num_blocks if count is None else count)
-        for slot in victims:
-            self._cache.evict(DEVICE, slot)
+        slots.evict(victims)
         return len(victims)
 
     def retire(self, step: int) -> None:
