@@ -15,9 +15,9 @@ import numpy as np
 from manager_model import Bytes, FakeMover, ModelSequence
 
 from graphkv.errors import InvalidValue, OutOfBlocks, OutOfRows
-from graphkv.manager_v2 import ManagerV2, RowState
-from graphkv.prefix import Scope
-from graphkv.retention import Keep, Retention
+from graphkv.manager.prefix import Scope
+from graphkv.manager.retention import Keep, Retention
+from graphkv.manager.v2 import ManagerV2, RowState
 
 SCOPES = [Scope(), Scope(), Scope(), Scope(salt=""), Scope(lora="")]
 RETENTIONS = [Retention(), Retention((Keep(0, 2, 90, 5.0), Keep(3, None, 10))), Retention(default=50)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from manager_world import World
 
-from graphkv.manager_v2 import RowState
+from graphkv.manager.v2 import RowState
 
 RNG = st.randoms(use_true_random=False)
 
