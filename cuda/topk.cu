@@ -14,9 +14,6 @@
 // variant: THREADS=1024 CLUSTER=4
 // variant: THREADS=1024 CLUSTER=8
 // variant: THREADS=512 CLUSTER=1
-// variant: THREADS=512 CLUSTER=2
-// variant: THREADS=512 CLUSTER=4
-// variant: THREADS=512 CLUSTER=8
 #include "cluster.cuh"
 
 using namespace gk;
