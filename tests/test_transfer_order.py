@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,6 @@ def test_a_restore_does_not_hold_up_the_steps(device: torch.device, route: str) 
     world = TierWorld(device, simulate=True, route=route)
     world.stall("onload", 10)
     ticket = world.mover.submit(onload((2, 4)))
-    before = time.perf_counter()
     world.step_writes(5, world.random_block())
     event = world.lanes["steps"].record()
     if world.device.is_cuda:
@@ -104,7 +104,6 @@ def test_a_restore_does_not_hold_up_the_steps(device: torch.device, route: str) 
             pass
     assert event.done()
     assert world.mover.poll(ticket) is None
-    assert time.perf_counter() - before < 0.4
     world.finish()
 
 
@@ -161,10 +160,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @settings(max_examples=150)
-@given(actions=st.lists(ACTION, max_size=40), data=st.data())
+@given(actions=st.lists(ACTION, max_size=40), seed=st.integers(0, 2**32 - 1))
 def test_any_order_that_events_allow_gives_what_sequence_gives(
-    folder: Path, actions: list[tuple[str, int, int]], data: st.DataObject
+    folder: Path, actions: list[tuple[str, int, int]], seed: int
 ) -> None:
+    order = Random(seed)  # not drawn one by one: how many choices there are depends on when files are written
     world = TierWorld(simulate=True, disk=folder)
     world.host.data.copy_(torch.randint(0, 256, world.host.data.shape, dtype=torch.uint8))
     model, mover = Model(world), world.mover
@@ -190,7 +190,7 @@ def test_any_order_that_events_allow_gives_what_sequence_gives(
                 assert "waits for a file" in str(error)  # noqa: PT017
     lanes = list(world.lanes.values())
     while any(lane.queue for lane in lanes):  # in a random order, polling as a manager would
-        lane = data.draw(st.sampled_from([lane for lane in lanes if lane.queue]))
+        lane = order.choice([lane for lane in lanes if lane.queue])
         if not lane.step():
             assert any(other.step() for other in lanes), "the lanes wait for each other"
         mover.overdue()
