@@ -10,6 +10,15 @@ R latent rank, P rope width. A slot is `page * block_size + offset` of the view 
 
 from graphkv.ops.index_k import gather_index_k, paged_index_logits, store_index_k
 from graphkv.ops.latent import sparse_mla_decode, store_latent
+from graphkv.ops.layer import store_layer
 from graphkv.ops.select import topk
 
-__all__ = ["gather_index_k", "paged_index_logits", "sparse_mla_decode", "store_index_k", "store_latent", "topk"]
+__all__ = [
+    "gather_index_k",
+    "paged_index_logits",
+    "sparse_mla_decode",
+    "store_index_k",
+    "store_latent",
+    "store_layer",
+    "topk",
+]
