@@ -50,10 +50,14 @@ GK_DEVICE void open(Mailbox& box, i32 words) {
 
 // All threads, once: after `cluster_wait` every block runs and has opened its mailboxes.
 GK_DEVICE void cluster_arrive() {
+  __syncwarp();
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-GK_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+GK_DEVICE void cluster_wait() {
+  __syncwarp();
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
 // Write a word to where `own` is in block `rank`, and count it in that block's `box`.
 GK_DEVICE void send(i32* own, Mailbox& box, i32 rank, i32 value) {

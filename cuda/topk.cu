@@ -4,19 +4,16 @@
 //         page_table i32 [rows, table_width], rows table_stride apart; multiplier, shift: see Divisor
 // writes  out_slot, out_position i32 [tokens, k], -1 past the selection; a slot is -1 too where the table is too narrow
 // launch  grid tokens * CLUSTER, THREADS threads, 4 * THREADS * shared_items bytes of dynamic shared memory;
-//         the CLUSTER blocks of a token share its row
+//         the CLUSTER blocks of a token share its row; shared_items is a multiple of 4
 //         A row is read from memory once and its keys stay in shared memory, shared_items a thread (of a longer row the
 //         others are read again in every pass). Up to three radix passes find the k-th largest key, one ordered pass
-//         writes. Only integers are counted, hence deterministic. The loops are kept short on purpose: a cold kernel
-//         waits for its instructions as much as for its data.
+//         writes. Only integers are counted, hence deterministic.
+//         For short rows every instruction counts: a warp has few keys and passes through all of the code.
 // variant: THREADS=1024 CLUSTER=1
 // variant: THREADS=1024 CLUSTER=2
 // variant: THREADS=1024 CLUSTER=4
 // variant: THREADS=1024 CLUSTER=8
 // variant: THREADS=512 CLUSTER=1
-// variant: THREADS=512 CLUSTER=2
-// variant: THREADS=512 CLUSTER=4
-// variant: THREADS=512 CLUSTER=8
 #include "cluster.cuh"
 
 using namespace gk;
@@ -62,7 +59,7 @@ GK_DEVICE u32 order_key(float x) {
 }
 
 #ifndef GK_HOST
-// What went through here stays in a register: the compiler would rather work it out anew in every round of a loop.
+// What goes through here stays in a register; the compiler would rather work it out anew in every round of a loop.
 GK_DEVICE i32 pinned(i32 value) {
   asm volatile("" : "+r"(value));
   return value;
@@ -89,12 +86,13 @@ GK_DEVICE void copy_async(i32* shared, const i32* global) { *shared = *global; }
 GK_DEVICE void wait_for_copies() {}
 #endif
 
-// Where this thread is.
+// Which thread this is.
 struct Self {
   i32 thread = pinned(static_cast<i32>(threadIdx.x)), lane = pinned(thread % WARP), warp = pinned(thread / WARP);
   i32 rank = cluster_rank();
 };
 
+// Where a token's selection goes, and its row of the page table.
 struct Row {
   const i32* page_table;
   i32 table_width;
@@ -103,12 +101,13 @@ struct Row {
   const i32* pages;  // in shared memory: the `num_pages` columns of page_table from `first_page` on, if they fit
   i32 first_page, num_pages;
 
-  // With room for the columns of positions begin .. end - 1.
-  GK_DEVICE void use(const i32* room, i32 begin, i32 end) {
+  // Start to copy the columns of positions begin .. end - 1 to `room`, if they fit.
+  GK_DEVICE void fetch_pages(const Self& self, i32* room, i32 begin, i32 end) {
     pages = room;
     first_page = block_size.quotient(begin);
     num_pages = begin < end ? min(block_size.quotient(end - 1) + 1, table_width) - first_page : 0;
     if (num_pages > PAGES) num_pages = 0;
+    for (i32 i = self.thread; i < num_pages; i += THREADS) copy_async(&room[i], page_table + first_page + i);
   }
 
   GK_DEVICE i32 slot_of(i32 at) const {
@@ -251,7 +250,7 @@ GK_DEVICE Threshold find_threshold(const Self& self, Shared& shared, const Stret
     decide_digit(self, shared, digit, threshold);
     if (threshold.wanted == threshold.held || digit == DIGITS - 1) return threshold;
     i32* histogram = shared.histogram[(digit + 1) % 2];
-    if (digit == 1) {  // used before; who reads it from another block has done so before sending the sums just received
+    if (digit == 1) {  // in use before; what another block read of it, it read before it sent the sums just received
       clear<sizeof shared.histogram[0]>(self, histogram);
       __syncthreads();
     }
@@ -325,7 +324,8 @@ GK_DEVICE void place(const Self& self, const i32 (*counts)[WARPS], i32& warp, i3
   const i32 lane = self.lane, rank = self.rank, own = lane < WARPS ? counts[rank][lane] : 0;
   block = 0;
 #pragma unroll
-  for (i32 other = 0; other < CLUSTER_BLOCKS - 1; ++other) block += lane < WARPS && other < rank ? counts[other][lane] : 0;
+  for (i32 other = 0; other < CLUSTER_BLOCKS - 1; ++other)
+    block += lane < WARPS && other < rank ? counts[other][lane] : 0;
   if (CLUSTER_BLOCKS > 1) block = __reduce_add_sync(ALL_LANES, block);
   warp = block + __reduce_add_sync(ALL_LANES, lane < self.warp ? own : 0);
   next = block + __reduce_add_sync(ALL_LANES, own);
@@ -357,16 +357,17 @@ GK_DEVICE i32 list_selected(const Self& self, i32* list, u32 word, i32 items, i3
   return __shfl_sync(ALL_LANES, through, WARP - 1);
 }
 
-// Translate and write entries worker, worker + workers, ... below `count`, two at a time; `position_of` one of them.
+// Translate and write entries worker, worker + workers, ... below `count` of those from `first` on, two at a time so
+// that their pages are looked up together. `position_of`: of an entry.
 template <class PositionOf>
 GK_DEVICE void write_entries(const Row& row, i32 first, i32 count, i32 worker, i32 workers, PositionOf position_of) {
 #pragma unroll 1
   for (i32 i = worker; i < count; i += 2 * workers) {
-    const i32 other = min(i + workers, count - 1);
-    const i32 positions[2] = {position_of(i), position_of(other)};
-    const i32 slots[2] = {row.slot_of(positions[0]), row.slot_of(positions[1])};
-    row.position[first + i] = positions[0], row.position[first + other] = positions[1];
-    row.slot[first + i] = slots[0], row.slot[first + other] = slots[1];
+    const bool two = i + workers < count;
+    const i32 position = position_of(i), other_position = two ? position_of(i + workers) : -1;
+    const i32 slot = row.slot_of(position), other_slot = row.slot_of(other_position);
+    row.position[first + i] = position, row.slot[first + i] = slot;
+    if (two) row.position[first + i + workers] = other_position, row.slot[first + i + workers] = other_slot;
   }
 }
 
@@ -423,7 +424,7 @@ topk(const float* logits, i64 logits_stride, i32 width, const i32* context_lens,
   const i32 context = min(__ldg(context_lens + token), width);
   const i32 table_row = context > 0 ? __ldg(token_rows + token) : 0;
   Row row = {page_table + table_row * table_stride, table_width, {block_size, static_cast<u32>(multiplier), shift},
-             out_slot + token * k, out_position + token * k, shared.pages, 0, 0};
+             out_slot + token * k, out_position + token * k, nullptr, 0, 0};
   if (context <= k) {
     write_entries(row, 0, k, self.rank * THREADS + self.thread, CLUSTER_BLOCKS * THREADS,
                   [&](i32 i) { return i < context ? i : -1; });
@@ -433,14 +434,11 @@ topk(const float* logits, i64 logits_stride, i32 width, const i32* context_lens,
     for (Mailbox& box : shared.bins_known) open(box, CLUSTER_BLOCKS * WARPS);
     open(shared.counts_known, 2 * CLUSTER_BLOCKS * WARPS);
   }
-  __syncwarp();
   cluster_arrive();
   Stretch stretch(self, logits + token * logits_stride, context, keys, shared_items);
   read_keys(self, shared, stretch);
   const i32 begin = self.rank * stretch.items * THREADS;
-  row.use(shared.pages, begin, min(begin + stretch.items * THREADS, context));
-  for (i32 i = self.thread; i < row.num_pages; i += THREADS)
-    copy_async(&shared.pages[i], row.page_table + row.first_page + i);
+  row.fetch_pages(self, shared.pages, begin, min(begin + stretch.items * THREADS, context));
   cluster_wait();
   const Threshold threshold = find_threshold(self, shared, stretch, k);
   write_selected(self, shared, stretch, threshold, row);
