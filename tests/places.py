@@ -35,6 +35,7 @@ def enter(place: str, monkeypatch: pytest.MonkeyPatch) -> torch.device:
                 monkeypatch.setattr(module, name, getattr(module, f"{name}_cuda"))
             monkeypatch.setattr(module, "launch", _launch)
         monkeypatch.setattr(index_k, "sm_count", lambda _: 1)
+        monkeypatch.setattr(index_k, "has_wgmma", lambda _: False)
     return torch.device("cuda" if place == "cuda" else "cpu")
 
 
