@@ -50,7 +50,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def resume(self, rng: Random) -> None:
         self.world.resume(rng)
 
-    @rule(rng=RNG, operation=st.sampled_from(["evict", "prefetch", "poll"]))
+    @rule(rng=RNG, operation=st.sampled_from(["evict", "prefetch", "poll", "idle_step"]))
     def whenever(self, rng: Random, operation: str) -> None:
         getattr(self.world, operation)(rng)
 
@@ -83,11 +83,11 @@ for case in (TestManagerAlone, TestManagerWithHost, TestManagerWithHostAndDisk):
     case.settings = QUICK
 
 
-@pytest.mark.parametrize("tiers", [(), (5,), (9, 6), (16, 20)], ids=str)
+@pytest.mark.parametrize("tiers", [(), (5,), (6, 12), (16, 20)], ids=str)
 def test_soak(tiers: tuple[int, ...]) -> None:
     """Thousands of operations, `check` and every byte after each; and they did reach what they were made for."""
     reached: dict[str, int] = {}
-    for seed in range(24):
+    for seed in range(40):
         world = World(tiers)
         for _ in world.soak(Random(seed), 300):
             pass
