@@ -128,6 +128,7 @@ class World:
         jobs: list[tuple[ModelSequence, int, int, int]] = []
         touched: dict[int, tuple[int, int]] = {}
         for row, (tokens, accepted) in batch.items():
+            assert self.device[row].tolist() == self.manager.block_table[row].tolist()
             sequence = self.sequences[row]
             start, rest = sequence.fed, self.pending(row)[len(tokens) :]
             owner = row, sequence.serial
@@ -199,6 +200,10 @@ class World:
     def retire(self, rng: Random) -> None:
         if self.flight:
             self.retire_one(late=rng.random() < 0.5)
+
+    def idle_step(self, rng: Random) -> None:
+        """A step of no rows, which brings pending edits and copies to the device."""
+        self.flush()
 
     def rewind(self, rng: Random) -> None:
         rows = [row for row in self.rows() if not self.flying(row)]
@@ -285,8 +290,6 @@ class World:
     def check(self) -> None:
         self.note_loads()
         self.loading = set(self.rows(RowState.LOADING))
-        if len(self.edits) - self.manager.edits_pending < 8:
-            self.flush()  # as any step would, in time
         self.manager.check()
         for row in self.rows():
             sequence = self.sequences[row]
@@ -347,6 +350,7 @@ class World:
         "guess": 6,
         "answer": 4,
         "retire": 6,
+        "idle_step": 5,
         "rewind": 2,
         "fork": 2,
         "suspend": 3,

@@ -50,7 +50,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def resume(self, rng: Random) -> None:
         self.world.resume(rng)
 
-    @rule(rng=RNG, operation=st.sampled_from(["evict", "prefetch", "poll"]))
+    @rule(rng=RNG, operation=st.sampled_from(["evict", "prefetch", "poll", "idle_step"]))
     def whenever(self, rng: Random, operation: str) -> None:
         getattr(self.world, operation)(rng)
 

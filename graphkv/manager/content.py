@@ -126,6 +126,10 @@ class ContentCache:
         self.index.check()
         for slots in self.tiers:
             slots.check()
+        for node in self.index:
+            parent = node.parent
+            if parent is not None and parent.depth and node.slots[DEVICE] and not parent.slots[DEVICE]:
+                raise AssertionError(f"the block at depth {node.depth} is on the device without the one before it")
         known = {(tier, slot): node for node in self.index for tier, slot in enumerate(node.slots) if slot != ABSENT}
         listed = {(s.tier, slot): node for s in self.tiers for slot, node in enumerate(s.node_at) if node is not None}
         if known != listed:

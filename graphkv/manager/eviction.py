@@ -120,6 +120,17 @@ class ContentSlots(BlockAllocator):
             for slot in self._unsettled.pop(done):
                 self.offer(slot)
 
+    def check(self) -> None:
+        """`AssertionError` if a state is wrong, or something referenced or built upon could be evicted."""
+        super().check()
+        for candidate in self._order:
+            slot = candidate.slot
+            if candidate.stamp != self._stamp[slot]:
+                continue
+            node = self.node_at[slot]
+            if node is None or self._refs[slot] or node.children_in[self.tier] or self._last_step[slot] > self.retired:
+                raise AssertionError(f"slot {slot} of tier {self.tier} may be evicted, but is in use or not a leaf")
+
     def put(self, slot: int, node: Node) -> None:
         """A held slot has the content of `node` from now on."""
         self.keep(slot)
