@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from graphkv.errors import InvalidValue, OutOfBlocks
-from graphkv.manager_v2 import ManagerV2
-from graphkv.prefix import Content, Scope
-from graphkv.retention import Keep, Retention
+from graphkv.manager.prefix import Content, Scope
+from graphkv.manager.retention import Keep, Retention
+from graphkv.manager.v2 import ManagerV2
 
 B = 16
 

@@ -9,7 +9,7 @@ from manager_model import Bytes, FakeMover
 from test_manager_content import blocks, close, fill, ids, rows
 
 from graphkv.errors import InvalidValue, OutOfBlocks, TransferTimeout
-from graphkv.manager_v2 import ManagerV2, RowState
+from graphkv.manager.v2 import ManagerV2, RowState
 from graphkv.transfer import CopyJob
 
 

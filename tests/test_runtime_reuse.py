@@ -9,7 +9,7 @@ from probe import PER_REQUEST, probe_config, probe_runtime
 
 from graphkv.errors import InvalidValue
 from graphkv.layout import Role, Side
-from graphkv.prefix import Scope
+from graphkv.manager.prefix import Scope
 from graphkv.runtime import DecodeRuntime
 from graphkv.sequence import Sequence
 
