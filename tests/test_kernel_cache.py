@@ -28,8 +28,10 @@ import hashlib
 from graphkv.nvrtc import compile_source
 print(hashlib.sha256(compile_source("tiny.cu", "sm_90a").cubin).hexdigest())
 """
-# Dies as a process that loses power does: after the bytes were handed over, before the entry has its name.
-DIE_WHILE_WRITING = "import os, signal\nos.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)\n" + COMPILE
+# Stays for ever where a process that loses power may die: the bytes are handed over, the entry has no name yet.
+STAY_WHILE_WRITING = (
+    "import os, signal\nos.fsync = lambda file: (print('writing', flush=True), signal.pause())\n" + COMPILE
+)
 
 
 @pytest.fixture
@@ -64,10 +66,14 @@ def forget() -> None:
 
 
 def test_case_J4_eight_processes_and_a_killed_writer(cache: Path, compiles: list[str]) -> None:
-    victim = subprocess.Popen(**python_call(DIE_WHILE_WRITING), stdout=subprocess.DEVNULL)
+    victim = subprocess.Popen(**python_call(STAY_WHILE_WRITING), stdout=subprocess.PIPE, text=True)
+    assert victim.stdout is not None
+    assert victim.stdout.readline() == "writing\n"
     others = [subprocess.Popen(**python_call(COMPILE), stdout=subprocess.PIPE, text=True) for _ in range(8)]
     printed = [process.communicate(timeout=300)[0].strip() for process in others]
-    assert victim.wait(timeout=300) == -signal.SIGKILL
+    victim.kill()
+    victim.communicate(timeout=300)
+    assert victim.returncode == -signal.SIGKILL
     assert [process.returncode for process in others] == [0] * 8
     assert len(set(printed)) == 1
     # What they left behind is one whole entry, and what the killed one left behind.
