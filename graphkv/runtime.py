@@ -15,21 +15,21 @@ from graphkv import packet as pk
 from graphkv.config import CacheConfig
 from graphkv.device import Device
 from graphkv.engine import EngineShape, Mode, RawResult, StepEngine
-from graphkv.errors import DeviceFault, InvalidValue, StaleFrame
+from graphkv.errors import DeviceFault, InvalidValue, OutOfBlocks, StaleFrame
 from graphkv.frames import Frame, Upload
 from graphkv.layout import Side
 from graphkv.manager.prefix import EVERYONE, Content, Scope
 from graphkv.manager.retention import Retention
-from graphkv.manager.v2 import ManagerV2
+from graphkv.manager.windowed import WindowedManager, build_manager
 from graphkv.metadata import StepMetadata
 from graphkv.pool import NULL_BLOCK, Pools
 from graphkv.rows import RowTokens
 from graphkv.sequence import Batch, Chunk, Sequence, StepResult, cut_into_chunks, token_array
-from graphkv.sizing import CacheSize
 from graphkv.stats import RuntimeStats
 from graphkv.step import StepModel
 from graphkv.tiers.copies import BlockCopies, independent_moves
 from graphkv.transfer import DEVICE, CopyJob
+from graphkv.window_sizing import GroupLoad, choose_blocks
 
 RESULTS_KEPT = 64
 """Results of that many last steps stay readable; tokens of older ones are in their sequences."""
@@ -58,7 +58,10 @@ class DecodeRuntime:
         max_rows: sequences open at once.
         max_seq_len: tokens of the longest sequence; the block table also reserves the columns that next_n can reach.
         num_blocks, memory_bytes: size of the pools, by blocks (null block included) or by a budget for their bytes;
-            give one of them.
+            give one of them. With windows num_blocks is that of the layers without one.
+        window_blocks: blocks of each layer group with a window (null block included), for num_blocks; by default so
+            many that no step lacks any.
+        rewind_room: tokens behind the windows that stay readable, see `WindowedManager`.
         buckets: batch sizes to capture; by default powers of two up to max_rows, and max_rows.
         next_n: query tokens a row and decode step (1 + draft tokens).
         prefill_chunk: most prompt tokens a prefill step.
@@ -79,6 +82,8 @@ class DecodeRuntime:
         max_seq_len: int,
         num_blocks: int | None = None,
         memory_bytes: int | None = None,
+        window_blocks: AbstractSequence[int] | None = None,
+        rewind_room: int = 0,
         buckets: AbstractSequence[int] | None = None,
         next_n: int = 1,
         prefill_chunk: int = 512,
@@ -96,10 +101,20 @@ class DecodeRuntime:
             next_n=next_n,
             prefill_chunk=prefill_chunk,
         )
-        num_blocks = CacheSize.of(config).num_blocks(num_blocks, memory_bytes)
+        load = GroupLoad(
+            rows=max_rows,
+            longest=max_seq_len,
+            next_n=next_n,
+            prefill_chunk=prefill_chunk,
+            rewind_room=rewind_room,
+        )
+        num_blocks, *window_blocks = choose_blocks(config, num_blocks, memory_bytes, window_blocks, load)
         self.config, self.next_n, self.max_seq_len = config, next_n, max_seq_len
         self.device = Device.of(device)
-        self.manager = ManagerV2(
+        self.manager = build_manager(
+            [window for window in config.groups if window is not None],
+            window_blocks,
+            rewind_room,
             num_blocks=num_blocks,
             block_size=config.block_size,
             max_rows=max_rows,
@@ -111,6 +126,7 @@ class DecodeRuntime:
         )
         self._prefill_chunk = prefill_chunk
         self._chunk_blocks = shape.chunk_blocks
+        self._groups = len(config.groups)
         self._tokens = RowTokens(self.manager.token_ids)
         self._jobs: dict[int, _Job] = {}
         self._closing: dict[int, list[Sequence]] = {}  # closed with steps in flight, by the last of these
@@ -118,12 +134,12 @@ class DecodeRuntime:
         self._stale: StaleFrame | None = None
         self._era = object()  # another one after each change that can make a batch unfit to step
         with self.device.guard():
-            self.pools = Pools(config, num_blocks, self.device)
+            self.pools = Pools(config, num_blocks, self.device, window_blocks=window_blocks)
             self._engine = StepEngine(config, self.pools, model, shape, self.device, mode, upload)
             self._engine.warm_up()
             self._copies = BlockCopies(self.pools, None, self.device, "kernel", 0)
-            warm = CopyJob(DEVICE, NULL_BLOCK, DEVICE, NULL_BLOCK + 1, config.block_size)
-            self._copy([warm])  # what it needs is compiled now
+            one = (DEVICE, NULL_BLOCK, DEVICE, NULL_BLOCK + 1, config.block_size)
+            self._copy([CopyJob(*one, group) for group in range(self._groups)])  # what it needs is compiled now
 
     # sequences ----------------------------------------------------------------------------------------------------
 
@@ -329,6 +345,8 @@ class DecodeRuntime:
         if not self.manager.blocks.available(missing):
             self.retire()
             self.manager.blocks.require(missing)
+        if isinstance(self.manager, WindowedManager):
+            self.manager.require_prefill(batch.rows, target, self._prefill_chunk)
 
     def _acquire(self) -> Frame:
         """The next step's frame, once the step that last used it has retired: the one wait of a step."""
@@ -338,10 +356,20 @@ class DecodeRuntime:
         return frame
 
     def _make_room(self, batch: Batch, n: int | npt.NDArray[np.int32], edits: int) -> Frame:
-        """Claim n more tokens of every row of the batch, or of none; the frame to describe the step in."""
+        """Claim n more tokens of every row of the batch, or of none; the frame to describe the step in.
+
+        A group with a window that is short of blocks gets some once the steps in flight retired, so these are waited
+        for; it never happens where the group has what its load needs.
+        """
         self._reserve_edits(edits)
         frame = self._acquire()
-        self.manager.claim(batch.rows, n)
+        try:
+            self.manager.claim(batch.rows, n)
+        except OutOfBlocks as short:
+            if not short.group or self._engine.retired == self._engine.submitted:
+                raise
+            self.retire()
+            self.manager.claim(batch.rows, n)
         return frame
 
     def _reserve_edits(self, edits: int) -> None:
@@ -349,7 +377,7 @@ class DecodeRuntime:
 
         A full one is brought to the device by a step of padded rows.
         """
-        if self.manager.edits_room < edits + 2 * self.manager.max_rows + 2 * self._chunk_blocks:
+        if self.manager.edits_room < self._groups * (edits + 2 * self.manager.max_rows + 2 * self._chunk_blocks):
             frame, bucket = self._acquire(), self._engine.graphs.buckets[0]
             self._note(self._engine.submit_decode(self._seal(frame, bucket, 0, 0, None), bucket), _IDLE)
 
@@ -370,8 +398,9 @@ class DecodeRuntime:
     def _copy(self, jobs: AbstractSequence[CopyJob]) -> None:
         """Put copies on the steps' stream, before the next step."""
         with self.device.running_on(self.stream):
-            for moves in independent_moves(jobs):
-                self._copies.within(moves)
+            for group in sorted({job.group for job in jobs}):
+                for moves in independent_moves([job for job in jobs if job.group == group]):
+                    self._copies.within(moves, group)
 
     def _note(self, step: int, job: _Job) -> int:
         """Keep what a step was asked to do. While it runs, there is time to make the last steps' blocks findable."""
@@ -474,7 +503,7 @@ class DecodeRuntime:
             except StaleFrame:
                 continue
         manager, tokens = self.manager, self._tokens
-        self._engine.reset(manager.length, manager.block_table)
+        self._engine.reset(manager.length, manager.table.ids)
         manager.take_edits(np.empty((manager.edits_pending, pk.EDIT_WORDS), np.int32))
         for row in np.flatnonzero(manager.is_open).tolist():
             tokens.ready[row] = tokens.known[row] == manager.length[row] + 1 and manager.length[row] > 0
@@ -494,9 +523,12 @@ class DecodeRuntime:
         """Nodes of the captured graph of each bucket, 0 on the CPU device."""
         return self._engine.graphs.nodes
 
-    def metadata(self, rows: int, side: Side = Side.TARGET) -> StepMetadata:
-        """The live tensors that a decode step of bucket `rows` reads. For looking; the device writes them."""
-        return self._engine.metadata(side, rows, rows * self.next_n)
+    def metadata(self, rows: int, side: Side = Side.TARGET, group: int | None = None) -> StepMetadata:
+        """The live tensors that a decode step of bucket `rows` reads, by default those of the side's first layer group.
+
+        For looking; the device writes them.
+        """
+        return self._engine.metadata(side, rows, rows * self.next_n, group)
 
     def check(self) -> None:
         """`AssertionError` with the facts if an invariant of the host's state is broken; it reads everything."""

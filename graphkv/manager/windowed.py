@@ -1,0 +1,249 @@
+"""The manager of a model with sliding windows: layer groups with blocks and table lines of their own beside group 0.
+
+Group 0 is what `ManagerV2` is about: all tokens, by whose blocks content is known. A group with a window goes with it,
+column for column, but gives up what has become stale. One verb is one transaction over all groups, one journal tells
+the device of them all, and lengths are common to them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from graphkv.errors import InvalidValue, OutOfBlocks, UnsupportedCombination
+from graphkv.manager.blocks import BlockAllocator, Index, Int32s
+from graphkv.manager.row_batch import Batch, cells
+from graphkv.manager.v2 import ManagerStats, ManagerV2
+from graphkv.manager.windows import WindowGroup
+from graphkv.transfer import CopyJob
+from graphkv.window import Window
+
+_Finals = tuple[Index, Int32s, NDArray[np.int64]]  # rows, final lengths, epochs
+
+
+def build_manager(
+    windows: Sequence[Window] = (), window_blocks: Sequence[int] = (), rewind_room: int = 0, **options: Any
+) -> ManagerV2:
+    """`WindowedManager` where there are windows, `ManagerV2` where there are none; options are those of `ManagerV2`."""
+    if not windows:
+        return ManagerV2(**options)
+    return WindowedManager(windows=windows, window_blocks=window_blocks, rewind_room=rewind_room, **options)
+
+
+class WindowedManager(ManagerV2):
+    """`ManagerV2` with layer groups. A row's commits tell what is final in it, and so which of its blocks are stale.
+
+    Attributes:
+        windows: the groups behind group 0.
+        final: int32 [max_rows], tokens that no rejected draft takes back, as the commits told them.
+
+    Args:
+        windows: what the layers of group 1 and those that follow read.
+        window_blocks: blocks of each of their pools, the null block included.
+        rewind_room: tokens behind the window that stay readable, for `rewind` and for queries of the draft side that
+            begin before the row's length.
+        options: of `ManagerV2`.
+    """
+
+    def __init__(
+        self, *, windows: Sequence[Window], window_blocks: Sequence[int], rewind_room: int = 0, **options: Any
+    ) -> None:
+        if not windows or len(windows) != len(window_blocks):
+            raise InvalidValue(
+                f"{len(windows)} windows and {len(window_blocks)} numbers of window_blocks: give one number for each "
+                "window, or build a ManagerV2 where there is none"
+            )
+        if rewind_room < 0:
+            raise InvalidValue(f"rewind_room must be 0 or more tokens, got {rewind_room}")
+        if options.get("tier_slots"):
+            raise UnsupportedCombination(
+                f"layers with a window ({len(windows)} groups) and colder tiers (tier_slots) cannot go together: what "
+                "a window still holds is not moved; build without colder tiers, and close sequences instead of "
+                "suspending them"
+            )
+        if options.get("prefix_caching", True):
+            raise UnsupportedCombination(
+                f"layers with a window ({len(windows)} groups) and prefix_caching=True cannot go together; build with "
+                "prefix_caching=False"
+            )
+        super().__init__(**options, groups=1 + len(windows))
+        self.windows = tuple(
+            WindowGroup(number, window, BlockAllocator(blocks), self.table, self.max_rows, self.block_size, rewind_room)
+            for number, (window, blocks) in enumerate(zip(windows, window_blocks, strict=True), 1)
+        )
+        self.final = np.zeros(self.max_rows, np.int32)
+        self._due: list[Index] = []  # rows that had stale blocks when they were committed
+        self._unfinal: dict[int, list[_Finals]] = {}  # commits that wait for a step
+
+    # growing and shrinking ------------------------------------------------------------------------------------------
+
+    def _open_row(self, num_tokens_hint: int, num_cells: int) -> int:
+        if self._free_rows:
+            row = self._free_rows[-1]
+            stale = sum(self.table.stale(group.line(row)) for group in self.windows)
+            self.table.need_edits(self.table.stale(row) + stale + (1 + len(self.windows)) * num_cells)
+        row = super()._open_row(num_tokens_hint, num_cells)
+        for group in self.windows:
+            group.open(row)
+        self.final[row] = 0
+        return row
+
+    def _grow(self, rows: Index, held: Int32s, want: Int32s, one_each: bool) -> int:
+        cell_rows, cell_columns = cells(rows, held, want)
+        if int(want.max()) <= self.max_blocks:  # a row of more is refused below
+            if any(group.blocks.free < cell_rows.size for group in self.windows):
+                self.index_commits()  # stale blocks may be waiting
+            self.table.need_edits((1 + len(self.windows)) * cell_rows.size)
+            for group in self.windows:
+                group.require(cell_rows.size)
+        added = super()._grow(rows, held, want, one_each)
+        for group in self.windows:
+            group.grow(cell_rows, cell_columns)
+        return added
+
+    def _prepare_rewind(self, batch: Batch, num_cells: int, step: int) -> None:
+        held = self.blocks_held[batch.rows]
+        least = np.max([group.least_length(batch.rows, batch.tokens) for group in self.windows], axis=0)
+        if least.any():
+            at = int(least.argmax())
+            raise InvalidValue(
+                f"row {batch.rows[at]} cannot go back to {batch.tokens[at]} tokens, since blocks that a query there "
+                f"reads behind its window are given up; {least[at]} is the least. Build with a larger rewind_room to "
+                "keep more, or close the sequence and prefill it again"
+            )
+        cuts = [group.cut(batch.rows, batch.tokens, held) for group in self.windows]
+        for group, cut in zip(self.windows, cuts, strict=True):
+            group.require(cut.edge_rows.size)
+        edits = sum(cut.cell_rows.size + cut.edge_rows.size for cut in cuts)
+        super()._prepare_rewind(batch, num_cells + edits, step)
+        for group, cut in zip(self.windows, cuts, strict=True):
+            self._copies += group.rewind(cut, step)
+        self.final[batch.rows] = np.minimum(self.final[batch.rows], batch.tokens)
+
+    def fork(self, row: int) -> int:
+        """See `ContentRows.fork`; the child shares what the windows of `row` hold, too."""
+        row = int(self._reader.of(np.array([row])).rows[0])
+        self._require_settled(row)
+        self.index_commits()
+        full, part = divmod(int(self.length[row]), self.block_size)
+        for group in self.windows:
+            group.require(int(part > 0))
+        child = super().fork(row)
+        for group in self.windows:
+            self._copies += group.fork(row, child, full, part)
+        self.final[child] = self.final[row]
+        return child
+
+    def close(self, row: int, step: int, serial: int) -> bool:
+        """End a sequence, see `Capacity.close`; in every group."""
+        row = operator.index(row)
+        held = int(self.blocks_held[row]) if 0 <= row < self.max_rows else 0
+        if not super().close(row, step, serial):
+            return False
+        for group in self.windows:
+            group.close(row, held, step)
+        return True
+
+    def require_prefill(self, rows: ArrayLike, target: ArrayLike, chunk: int) -> None:
+        """`OutOfBlocks` unless each group with a window can take its rows to `target` tokens, chunk after chunk.
+
+        Args:
+            target: int, one for all or one each.
+            chunk: most tokens that are fed between two retirements of all steps.
+        """
+        index = self._reader.of(rows).rows
+        others = self.is_open.copy()
+        others[index] = False
+        for group in self.windows:
+            resting = group.most_held(np.asarray(target))
+            needed = int(resting.sum()) + -(-chunk // self.block_size) + index.size
+            counts = group.blocks.counts()
+            others_have = min(int(group.num_held(self.blocks_held)[others].sum()), counts.held)
+            if needed > counts.total - others_have:
+                raise OutOfBlocks(needed, counts.total - others_have, counts.retiring, group=group.number)
+
+    # what is final --------------------------------------------------------------------------------------------------
+
+    def commit(self, rows: ArrayLike, length: ArrayLike, *, step: int = 0, serial: ArrayLike | None = None) -> None:
+        """See `ContentRows.commit`. Blocks that no query from `length` on reads go with the next `index_commits`."""
+        index = self._reader.index(rows)
+        same = self.is_open[index]
+        if serial is not None:
+            same &= self.serial[index] == np.asarray(serial)
+        final = np.broadcast_to(np.asarray(length, np.int32), index.shape)[same]
+        if (over := final > self.length[index[same]]).any():
+            row, tokens = int(index[same][over][0]), int(final[over][0])
+            raise InvalidValue(f"row {row} has {self.length[row]} tokens, {tokens} cannot be committed")
+        super().commit(rows, length, step=step, serial=serial)
+        index = index[same]
+        if step > self.blocks.retired:
+            self._unfinal.setdefault(operator.index(step), []).append((index, final, self._epoch[index]))
+        else:
+            self._note_final(index, final)
+
+    def _note_final(self, rows: Index, final: Int32s) -> None:
+        self.final[rows] = np.maximum(self.final[rows], final)
+        for group in self.windows:
+            due = rows[final >= group.due_at[rows]]
+            if due.size:
+                self._due.append(due)
+
+    def index_commits(self) -> None:
+        """See `ContentRows.index_commits`; gives stale blocks up as well, as far as the journal has room."""
+        super().index_commits()
+        if not self._due:
+            return
+        rows = np.unique(np.concatenate(self._due))
+        self._due = []
+        for group in self.windows:
+            due = rows[self.is_open[rows] & (self.final[rows] >= group.due_at[rows])]
+            if due.size and not group.release_stale(due, self.final[due], self.submitted):
+                self._due.append(due)
+
+    def retire(self, step: int) -> None:
+        """Every step up to `step` has retired: what waited for them is free, findable, or final."""
+        for done in sorted(s for s in self._unfinal if s <= step):
+            for rows, final, epoch in self._unfinal.pop(done):
+                same = self._epoch[rows] == epoch
+                self._note_final(rows[same], final[same])
+        for group in self.windows:
+            group.blocks.retire(operator.index(step))
+        super().retire(step)
+
+    # copies and looking ---------------------------------------------------------------------------------------------
+
+    def take_copies(self, step: int = 0) -> list[CopyJob]:
+        """See `ContentRows.take_copies`; a job's blocks are of its group."""
+        jobs = self._copies
+        self._copies = [job for job in jobs if not job.group]
+        super().take_copies(step)
+        for group in self.windows:
+            ids = [(job.source, job.target) for job in jobs if job.group == group.number]
+            if ids:
+                group.blocks.release(np.array(ids).ravel(), step)
+        return jobs
+
+    def copy_references(self, group: int = 0) -> Int32s:
+        """int32 [num_blocks], references that copies not yet taken have to blocks of a group."""
+        size = self.windows[group - 1].blocks.num_blocks if group else self.blocks.num_blocks
+        ids = [slot for job in self._copies if job.group == group for slot in (job.source, job.target)]
+        return np.bincount(np.array(ids, np.intp), minlength=size).astype(np.int32)
+
+    def stats(self) -> ManagerStats:
+        """Counts of blocks, rows and edits, now; `windows` has those of the other groups."""
+        return replace(super().stats(), windows=tuple(group.blocks.counts() for group in self.windows))
+
+    def check(self) -> None:
+        """`AssertionError` with the facts if an invariant is broken, in any group."""
+        super().check()
+        if (over := self.is_open & (self.final > self.length)).any():
+            row = int(over.argmax())
+            raise AssertionError(f"row {row} of length {self.length[row]} is final up to {self.final[row]}")
+        for group in self.windows:
+            copies = self.copy_references(group.number)
+            group.check(self.is_open, self.blocks_held, self.length, self.final, copies)
