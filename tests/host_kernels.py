@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HEADERS = ROOT / "tests" / "host"
 CUDA = ROOT / "cuda"
 BUILDS = ROOT / ".pytest_cache" / "host_kernels"
-ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
+ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:\w+\s*\([^)]*\)\s+)*(\w+)\s*\(')
 FLAGS = ("-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-gnu-unique", "-g1", "-Wl,-Bsymbolic")
 WARNINGS = ("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter", "-Wno-sign-compare", "-Werror")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")

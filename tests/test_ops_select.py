@@ -10,11 +10,15 @@ import places
 import pytest
 import torch
 from helpers import POISON, poison
+from hypothesis import given
+from hypothesis import strategies as st
 from places import GuardedPages, tensor
 
 from graphkv import ops
 from graphkv.errors import InvalidValue
 from graphkv.layout import IndexKFormat, LatentFormat, index_k_layout, latent_layout
+from graphkv.ops import select
+from graphkv.ops.select import Limits, Split
 
 I32 = torch.int32
 SOURCES = {"f32": torch.float32, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
@@ -122,7 +126,9 @@ def check_topk(logits: np.ndarray[Any, Any], context: np.ndarray[Any, Any], k: i
         assert slots[t].tolist() == [table[t, p // block_size] * block_size + p % block_size for p in want] + padding
 
 
-@pytest.mark.parametrize(("width", "k"), [(1, 1), (40, 7), (300, 64), (300, 512), (5000, 2048), (33_000, 2048)])
+@pytest.mark.parametrize(
+    ("width", "k"), [(1, 1), (40, 7), (300, 64), (300, 512), (5000, 2048), (20_000, 9000), (33_000, 2048)]
+)
 def test_topk_is_exact(device: torch.device, rng: np.random.Generator, width: int, k: int) -> None:
     lengths = [width, width // 2, 1, 0, min(k, width), min(k + 1, width)]
     logits = (rng.standard_normal((6, width)) * 10.0 ** rng.integers(-3, 4, (6, 1))).astype(np.float32)
@@ -146,6 +152,74 @@ def test_topk_is_exact(device: torch.device, rng: np.random.Generator, width: in
 )
 def test_topk_breaks_ties_by_lowest_position(device: torch.device, row: np.ndarray[Any, Any]) -> None:
     check_topk(np.stack([row, row[::-1]]).astype(np.float32), np.array([200, 171]), 64, device)
+
+
+SPLITS = [
+    *(pytest.param("host", split, marks=pytest.mark.host) for split in (Split(1024, 1, 8), Split(512, 1, 4))),
+    pytest.param("cuda", Split(512, 1, 4), marks=pytest.mark.gpu),
+    *(pytest.param("cuda", Split(1024, cluster, 4), marks=pytest.mark.gpu) for cluster in (1, 2, 4, 8)),
+]
+
+
+@pytest.mark.parametrize(("place", "split"), SPLITS, ids=str)
+@pytest.mark.parametrize("kind", ["random", "narrow", "equal", "few values", "ascending", "descending"])
+def test_topk_is_exact_however_rows_are_split(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, place: str, split: Split, kind: str
+) -> None:
+    device = places.enter(place, monkeypatch)
+    monkeypatch.setattr(select, "split_rows", lambda *_: split)
+    width = split.threads * split.cluster * 9 - 5  # the last keys of a thread are not kept in shared memory
+    values = rng.standard_normal((5, width))
+    logits = {
+        "random": values,
+        "narrow": 100 + 1e-3 * values,  # they differ in their last bits
+        "equal": np.full_like(values, -2.5),
+        "few values": np.rint(values),
+        "ascending": np.sort(values),
+        "descending": -np.sort(values),
+    }[kind]
+    # Whole, all but one, barely more than k, one thread's worth of a block, exactly k.
+    check_topk(logits.astype(np.float32), np.array([width, width - 1, 601, split.threads + 1, 600]), 600, device)
+
+
+def test_rows_are_split_by_number_and_width() -> None:
+    h200 = Limits(132, 8, 227 * 1024 - 42 * 1024)
+    for tokens, width, threads, cluster in [
+        (1, 65536, 1024, 8),
+        (64, 4096, 1024, 1),
+        (64, 65536, 1024, 2),
+        (32, 65536, 1024, 2),  # 32 clusters of 4 would not fit at once
+        (256, 8192, 512, 1),
+        (256, 65536, 1024, 2),
+        (1, 1_000_000, 1024, 8),
+    ]:
+        assert select.split_rows(tokens, width, h200)[:2] == (threads, cluster)
+
+
+@given(
+    tokens=st.integers(1, 5000),
+    width=st.integers(0, 2_000_000),
+    limits=st.builds(Limits, st.integers(1, 200), st.sampled_from([1, 8]), st.integers(16 * 1024, 200 * 1024)),
+)
+def test_every_split_can_be_launched(tokens: int, width: int, limits: Limits) -> None:
+    split = select.split_rows(tokens, width, limits)
+    assert split.cluster <= limits.largest_cluster
+    assert split.shared_items % 4 == 0
+    assert 4 * split.threads * split.shared_items <= limits.shared_bytes
+    assert split[:2] in {(threads, cluster) for threads in (512, 1024) for cluster in (1, 2, 4, 8)} - {
+        (512, 2),
+        (512, 4),
+        (512, 8),
+    }
+
+
+@given(by=st.integers(1, 2**31 - 1), numbers=st.lists(st.integers(0, 2**31 - 1)))
+def test_division_by_multiplication_is_exact(by: int, numbers: list[int]) -> None:
+    _, multiplier, shift = select.divisor(by)
+    assert -(2**31) <= multiplier < 2**31
+    multiples = [n // by * by + near for n in numbers for near in (-1, 0, 1)]
+    for n in (0, by - 1, by, 2**31 - 1, *numbers, *(m for m in multiples if 0 <= m < 2**31)):
+        assert n * (multiplier % 2**32) >> 31 + shift == n // by
 
 
 def test_topk_gives_the_same_twice(device: torch.device, rng: np.random.Generator) -> None:
