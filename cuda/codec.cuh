@@ -123,6 +123,13 @@ GK_DEVICE float load_element(const void* row, i64 i) {
   return decode_e4m3(static_cast<const u8*>(row)[i]);
 }
 
+// DTYPE is GK_FP32 or GK_BF16.
+template <i32 DTYPE>
+GK_DEVICE void store_element(void* row, i64 i, float x) {
+  if (DTYPE == GK_FP32) static_cast<float*>(row)[i] = x;
+  else static_cast<u16*>(row)[i] = encode_bf16(x);
+}
+
 template <i32 DTYPE>
 GK_DEVICE const void* advance(const void* base, i64 elements) {
   return static_cast<const u8*>(base) + elements * (DTYPE == GK_FP32 ? 4 : DTYPE == GK_BF16 ? 2 : 1);

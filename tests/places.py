@@ -35,14 +35,11 @@ def enter(place: str, monkeypatch: pytest.MonkeyPatch) -> torch.device:
             for name in names:
                 monkeypatch.setattr(module, name, getattr(module, f"{name}_cuda"))
             monkeypatch.setattr(module, "launch", _launch)
-<<<<<<< ours
         for module in (index_k, copy):
             monkeypatch.setattr(module, "sm_count", lambda _: 1)
-=======
-        monkeypatch.setattr(index_k, "sm_count", lambda _: 1)
         # Keys of more than 12 * 1024 columns do not fit; clusters do not run on the CPU.
         monkeypatch.setattr(select, "limits_of", lambda _: select.Limits(4, 1, 48 * 1024))
->>>>>>> theirs
+        monkeypatch.setattr(index_k, "has_wgmma", lambda _: False)
     return torch.device("cuda" if place == "cuda" else "cpu")
 
 

@@ -93,8 +93,10 @@ def test_paged_index_logits_scores_each_context_and_touches_nothing_else(
         stored = oracles.take_rows(pages.image, pages.stride, block_size, slots, layout.value_bytes, layout.scale_bytes)
         want = oracles.index_logits(q[t].float().cpu().numpy(), weights[t], oracles.decode_index_k(*stored, fmt))
         logits = got[t, 2 : 2 + length].astype(np.float64)
-        np.testing.assert_allclose(logits, want, rtol=1e-5, atol=1e-5 * heads * head_dim**0.5)
-        assert np.sum((logits - want) ** 2) <= 1e-9 * np.sum(logits**2 + want**2)  # DeepGEMM's metric; it asks for 1e-3
+        # Hopper's tensor cores add FP8 products in fewer bits than fp32 has.
+        loose = 1000 if device.type == "cuda" and source == "e4m3" else 1
+        np.testing.assert_allclose(logits, want, rtol=1e-5 * loose, atol=1e-6 * max(loose, 10) * heads * head_dim**0.5)
+        assert np.sum((logits - want) ** 2) <= 1e-9 * loose * np.sum(logits**2 + want**2)  # DeepGEMM asks for 1e-3
     pages.check()
 
 

@@ -40,3 +40,8 @@ def no_result(*_: object) -> None:
 
 def sm_count(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def has_wgmma(device: torch.device) -> bool:
+    """Whether tensor cores take products of whole warpgroups: compute capability 9.0, neither before nor after."""
+    return torch.cuda.get_device_capability(device) == (9, 0)
