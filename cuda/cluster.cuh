@@ -26,8 +26,6 @@ struct Mailbox {
 
 constexpr i32 CLUSTER_BLOCKS = CLUSTER;
 
-GK_DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
-
 // The address of block `rank`'s copy of what is at `own` here.
 GK_DEVICE u32 peer_address(const void* own, i32 rank) {
   u32 address;
@@ -81,6 +79,13 @@ GK_DEVICE void receive(Mailbox& box) {
         : "r"(shared_address(&box))
         : "memory");
   } while (!done);
+}
+
+// All threads that have not ended: what each wrote before is seen by all behind it, in any block's shared memory.
+GK_DEVICE void cluster_barrier() {
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 GK_DEVICE int4 peer_load(const int4* own, i32 rank) {

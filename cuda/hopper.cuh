@@ -8,8 +8,6 @@
 
 namespace gk {
 
-GK_DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
-
 // ---- a barrier in shared memory: its phase ends when all arrivals, and all announced bytes, are in
 
 GK_DEVICE void barrier_init(u64* barrier, u32 arrivals) {

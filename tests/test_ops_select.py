@@ -18,6 +18,7 @@ from graphkv import ops
 from graphkv.errors import InvalidValue
 from graphkv.layout import IndexKFormat, LatentFormat, index_k_layout, latent_layout
 from graphkv.ops import select
+from graphkv.ops.launch import has_wgmma
 from graphkv.ops.select import Limits, Split
 
 I32 = torch.int32
@@ -232,6 +233,10 @@ def test_topk_gives_the_same_twice(device: torch.device, rng: np.random.Generato
         np.testing.assert_array_equal(one, other)
 
 
+def latents_go_as_16_bits(device: torch.device, source: str, rank: int) -> bool:
+    return source == "bf16" and rank == 512 and has_wgmma(device)
+
+
 @pytest.mark.parametrize(("fmt", "source", "heads", "rank", "rope_dim", "block_size", "gap"), ATTENTION)
 def test_sparse_mla_decode_attends_to_the_selected_tokens(
     device: torch.device,
@@ -252,7 +257,7 @@ def test_sparse_mla_decode_attends_to_the_selected_tokens(
     slots[2] = -1
     slots[3, 1:] = -1
     slots[4, ::2] = -1
-    c, rope = (rng.standard_normal((9 * block_size, width)).astype(np.float32) for width in (rank, rope_dim))
+    c, rope = (rng.standard_normal((9 * block_size, width)).astype(np.float32) / 10 for width in (rank, rope_dim))
     records = oracles.latent_bytes(c, rope, fmt, scale)
     none = np.empty((len(records), 0), np.uint8)
     oracles.place_rows(pages.image, pages.stride, block_size, np.arange(len(records)), records, none)
@@ -268,8 +273,11 @@ def test_sparse_mla_decode_attends_to_the_selected_tokens(
         latents = oracles.decode_latent(taken, fmt, scale, rank)
         want = oracles.attend(q[t].float().cpu().numpy(), latents, softmax_scale, rank)
         got = out[1 + t].float().cpu().numpy()
-        tolerance = 2e-5 if source == "f32" else 2.0**-8
-        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * 0.1)
+        if latents_go_as_16_bits(device, source, rank):
+            np.testing.assert_allclose(got, want, rtol=2.01 / 128, atol=1e-3)  # FlashMLA's own
+        else:
+            tolerance = 2e-5 if source == "f32" else 2.0**-8
+            np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * 0.01)
         assert chosen or not got.any()
     pages.check()
 

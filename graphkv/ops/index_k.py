@@ -65,7 +65,7 @@ def _store_index_k_cuda(
     if not tokens:
         return
     defines = {
-        "FORMAT": INDEX_K_FORMATS[IndexKFormat(format)],
+        "INDEX_K_FORMAT": INDEX_K_FORMATS[IndexKFormat(format)],
         "SOURCE": SOURCES[k.dtype],
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": pages.shape[1],
@@ -73,7 +73,7 @@ def _store_index_k_cuda(
     }
     num_slots = pages.shape[0] * pages.shape[1]
     args = (k, k.stride(0), pages, pages.stride(0), slot, num_slots, tokens, amax_floor)
-    launch("store_index_k", "PqPqPqif", -(-tokens // 4), 128, args, device=pages.device, defines=defines)
+    launch("store_index_k", "PqPqPqif", -(-tokens // 8), 64, args, device=pages.device, defines=defines)
 
 
 def gather_index_k(
@@ -148,7 +148,7 @@ def _gather_index_k_cuda(
     }
     table = (page_table, page_table.stride(0), page_table.shape[1], rows)
     args = (pages, pages.stride(0), len(pages), *table, start, out_values, out_scales, tokens)
-    launch("gather_index_k", "PqiPqiiPPPi", -(-tokens // 16), 128, args, device=pages.device, defines=defines)
+    launch("gather_index_k", "PqiPqiiPPPi", -(-tokens // 128), 128, args, device=pages.device, defines=defines)
 
 
 def paged_index_logits(

@@ -43,5 +43,5 @@ def sm_count(device: torch.device) -> int:
 
 
 def has_wgmma(device: torch.device) -> bool:
-    """Whether tensor cores take products of whole warpgroups: compute capability 9.0, neither before nor after."""
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    """Whether kernels made for sm_90a's warpgroup products run there; where they do not, their portable twins do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
