@@ -239,7 +239,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
     manager.check()
     assert manager.rewind(rows(b), 20, 0) == 1, "back into a block of two owners: it is copied before it is written"
     (job,) = manager.take_copies()
-    assert job == (0, blocks(manager, a)[1], 0, blocks(manager, b)[1], 4)
+    assert job == CopyJob(0, blocks(manager, a)[1], 0, blocks(manager, b)[1], 4)
     manager.commit(rows(a), 40)
     manager.check()
     manager.submitted = 3
