@@ -16,10 +16,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from graphkv.errors import InvalidValue, OutOfBlocks, UnsupportedCombination
-from graphkv.manager.blocks import BlockAllocator, Index, Int32s
+from graphkv.manager.blocks import Index, Int32s
+from graphkv.manager.content_rows import token_array
+from graphkv.manager.prefix import EVERYONE, Content, Match, Scope
 from graphkv.manager.row_batch import Batch, cells
 from graphkv.manager.v2 import ManagerStats, ManagerV2
-from graphkv.manager.windows import WindowGroup
+from graphkv.manager.window_blocks import WindowBlocks
+from graphkv.manager.windows import NEVER, WindowGroup
 from graphkv.transfer import CopyJob
 from graphkv.window import Window
 
@@ -66,18 +69,16 @@ class WindowedManager(ManagerV2):
                 "a window still holds is not moved; build without colder tiers, and close sequences instead of "
                 "suspending them"
             )
-        if options.get("prefix_caching", True):
-            raise UnsupportedCombination(
-                f"layers with a window ({len(windows)} groups) and prefix_caching=True cannot go together; build with "
-                "prefix_caching=False"
-            )
         super().__init__(**options, groups=1 + len(windows))
+        common = self.table, self.max_rows, self.block_size, rewind_room
         self.windows = tuple(
-            WindowGroup(number, window, BlockAllocator(blocks), self.table, self.max_rows, self.block_size, rewind_room)
+            WindowGroup(number, window, WindowBlocks(number, blocks, self.events), *common)
             for number, (window, blocks) in enumerate(zip(windows, window_blocks, strict=True), 1)
         )
+        self._cache.on_lost += [group.blocks.lose for group in self.windows]
         self.final = np.zeros(self.max_rows, np.int32)
-        self._due: list[Index] = []  # rows that had stale blocks when they were committed
+        self._attach_at = np.full(self.max_rows, NEVER, np.int32)  # final length at which a block becomes findable
+        self._due: list[Index] = []  # rows that had stale or findable blocks when they were committed
         self._unfinal: dict[int, list[_Finals]] = {}  # commits that wait for a step
 
     # growing and shrinking ------------------------------------------------------------------------------------------
@@ -91,6 +92,7 @@ class WindowedManager(ManagerV2):
         for group in self.windows:
             group.open(row)
         self.final[row] = 0
+        self._attach_at[row] = self.block_size if self.prefix_caching else NEVER
         return row
 
     def _grow(self, rows: Index, held: Int32s, want: Int32s, one_each: bool) -> int:
@@ -100,14 +102,13 @@ class WindowedManager(ManagerV2):
                 self.index_commits()  # stale blocks may be waiting
             self.table.need_edits((1 + len(self.windows)) * cell_rows.size)
             for group in self.windows:
-                group.require(cell_rows.size)
+                group.blocks.require(cell_rows.size)
         added = super()._grow(rows, held, want, one_each)
         for group in self.windows:
             group.grow(cell_rows, cell_columns)
         return added
 
     def _prepare_rewind(self, batch: Batch, num_cells: int, step: int) -> None:
-        held = self.blocks_held[batch.rows]
         least = np.max([group.least_length(batch.rows, batch.tokens) for group in self.windows], axis=0)
         if least.any():
             at = int(least.argmax())
@@ -116,14 +117,20 @@ class WindowedManager(ManagerV2):
                 f"reads behind its window are given up; {least[at]} is the least. Build with a larger rewind_room to "
                 "keep more, or close the sequence and prefill it again"
             )
-        cuts = [group.cut(batch.rows, batch.tokens, held) for group in self.windows]
+        column = np.minimum(batch.tokens >> self._shift, self.max_blocks - 1)
+        ends = self.block_table[batch.rows, column].tolist()
+        forgotten = np.array([self.blocks.kept[block] and self._is_sole(block) for block in ends], np.bool_)
+        held = self.blocks_held[batch.rows]
+        cuts = [group.cut(batch.rows, batch.tokens, held, forgotten) for group in self.windows]
         for group, cut in zip(self.windows, cuts, strict=True):
-            group.require(cut.edge_rows.size)
+            group.blocks.require(cut.edge_rows.size)
         edits = sum(cut.cell_rows.size + cut.edge_rows.size for cut in cuts)
         super()._prepare_rewind(batch, num_cells + edits, step)
         for group, cut in zip(self.windows, cuts, strict=True):
             self._copies += group.rewind(cut, step)
         self.final[batch.rows] = np.minimum(self.final[batch.rows], batch.tokens)
+        whole = batch.tokens & ~self._round_up
+        self._attach_at[batch.rows] = np.minimum(self._attach_at[batch.rows], whole + self.block_size)
 
     def fork(self, row: int) -> int:
         """See `ContentRows.fork`; the child shares what the windows of `row` hold, too."""
@@ -132,11 +139,11 @@ class WindowedManager(ManagerV2):
         self.index_commits()
         full, part = divmod(int(self.length[row]), self.block_size)
         for group in self.windows:
-            group.require(int(part > 0))
+            group.blocks.require(int(part > 0))
         child = super().fork(row)
         for group in self.windows:
             self._copies += group.fork(row, child, full, part)
-        self.final[child] = self.final[row]
+        self.final[child], self._attach_at[child] = self.final[row], self._attach_at[row]
         return child
 
     def close(self, row: int, step: int, serial: int) -> bool:
@@ -147,6 +154,7 @@ class WindowedManager(ManagerV2):
             return False
         for group in self.windows:
             group.close(row, held, step)
+        self._attach_at[row] = NEVER
         return True
 
     def require_prefill(self, rows: ArrayLike, target: ArrayLike, chunk: int) -> None:
@@ -160,12 +168,53 @@ class WindowedManager(ManagerV2):
         others = self.is_open.copy()
         others[index] = False
         for group in self.windows:
-            resting = group.most_held(np.asarray(target))
+            resting = group.most_held(np.broadcast_to(np.asarray(target), index.shape))
             needed = int(resting.sum()) + -(-chunk // self.block_size) + index.size
             counts = group.blocks.counts()
             others_have = min(int(group.num_held(self.blocks_held)[others].sum()), counts.held)
             if needed > counts.total - others_have:
                 raise OutOfBlocks(needed, counts.total - others_have, counts.retiring, group=group.number)
+
+    # content --------------------------------------------------------------------------------------------------------
+
+    def probe_match(self, tokens: ArrayLike, scope: Scope = EVERYONE, contents: Sequence[Content] = ()) -> int:
+        """See `ContentRows.probe_match`; a beginning of which a window lacks something is not found."""
+        self.index_commits()
+        prompt, root = token_array(tokens), self._cache.index.root(scope)
+        if root is None or not prompt.size:
+            return 0
+        found = self._usable(self._cache.index.match(root, prompt[:-1], contents))
+        return len(found.nodes) * self.block_size + found.partial_tokens
+
+    def _usable(self, found: Match) -> Match:
+        """What of a match a sequence can begin with: so many blocks that each window has all it reads behind them, and
+        a part of the next one if every group has that."""
+        count = len(found.nodes)
+        while (fewer := min(group.usable(found.nodes[:count]) for group in self.windows)) < count:
+            count = fewer
+        partial = found.partial
+        if count == len(found.nodes) and partial and all(group.blocks.block_of(partial) for group in self.windows):
+            return found
+        return Match(found.nodes[:count], None, 0)
+
+    def _share(self, row: int, found: Match) -> None:
+        """Reference what was matched in every group first of all, then copy the partial block if each has room."""
+        found = self._usable(found)
+        parts = []
+        for group in self.windows:
+            group.adopt(row, found.nodes)
+            if found.partial is not None:
+                parts.append((group, group.blocks.block_of(found.partial)))
+                group.blocks.share(np.array([parts[-1][1]]))
+        fits = all(group.blocks.available(1) for group, _ in parts)
+        super()._share(row, found if fits else Match(found.nodes, None, 0))
+        whole = len(found.nodes) * self.block_size
+        copied = int(self.length[row]) - whole
+        for group, source in parts:
+            if copied:
+                self._copies.append(group.begin_with(row, len(found.nodes), source, copied))
+            group.blocks.release(np.array([source]), 0)
+        self.final[row], self._attach_at[row] = self.length[row], whole + self.block_size
 
     # what is final --------------------------------------------------------------------------------------------------
 
@@ -188,22 +237,36 @@ class WindowedManager(ManagerV2):
 
     def _note_final(self, rows: Index, final: Int32s) -> None:
         self.final[rows] = np.maximum(self.final[rows], final)
+        due = final >= self._attach_at[rows]
         for group in self.windows:
-            due = rows[final >= group.due_at[rows]]
-            if due.size:
-                self._due.append(due)
+            due |= final >= group.due_at[rows]
+        if due.any():
+            self._due.append(rows[due])
 
     def index_commits(self) -> None:
-        """See `ContentRows.index_commits`; gives stale blocks up as well, as far as the journal has room."""
+        """See `ContentRows.index_commits`; then stale blocks are given up, as far as the journal has room."""
         super().index_commits()
         if not self._due:
             return
         rows = np.unique(np.concatenate(self._due))
+        rows = rows[self.is_open[rows]]
         self._due = []
+        for row in rows[self.final[rows] >= self._attach_at[rows]].tolist():
+            self._attach(row)
         for group in self.windows:
-            due = rows[self.is_open[rows] & (self.final[rows] >= group.due_at[rows])]
+            due = rows[self.final[rows] >= group.due_at[rows]]
             if due.size and not group.release_stale(due, self.final[due], self.submitted):
                 self._due.append(due)
+
+    def _attach(self, row: int) -> None:
+        """What the row's groups hold of its findable blocks becomes findable."""
+        node = self.row_tail(row)[0]
+        done = int(self._attach_at[row]) // self.block_size - 1
+        while node is not None and node.depth > done:
+            for group in self.windows:
+                group.attach(row, node)
+            node = node.parent
+        self._attach_at[row] = (int(self.final[row]) // self.block_size + 1) * self.block_size
 
     def retire(self, step: int) -> None:
         """Every step up to `step` has retired: what waited for them is free, findable, or final."""
@@ -223,9 +286,8 @@ class WindowedManager(ManagerV2):
         self._copies = [job for job in jobs if not job.group]
         super().take_copies(step)
         for group in self.windows:
-            ids = [(job.source, job.target) for job in jobs if job.group == group.number]
-            if ids:
-                group.blocks.release(np.array(ids).ravel(), step)
+            ids = [slot for job in jobs if job.group == group.number for slot in (job.source, job.target)]
+            group.blocks.release(np.array(ids, np.intp), step)
         return jobs
 
     def copy_references(self, group: int = 0) -> Int32s:
@@ -247,3 +309,17 @@ class WindowedManager(ManagerV2):
         for group in self.windows:
             copies = self.copy_references(group.number)
             group.check(self.is_open, self.blocks_held, self.length, self.final, copies)
+        for row in np.flatnonzero(self.is_open).tolist():
+            self._check_content(row)
+
+    def _check_content(self, row: int) -> None:
+        """What a row holds of findable content is that of its own tokens."""
+        tail = self.row_tail(row)[0]
+        chain = tail.chain() if tail is not None else []
+        for group in self.windows:
+            for column in group.held_columns(row, int(self.blocks_held[row])).tolist():
+                node = group.blocks.node_of(int(group.ids[row, column]))
+                if node is not None and not (column < len(chain) and chain[column] is node):
+                    raise AssertionError(
+                        f"group {group.number}: row {row} reads other content in column {column} than in group 0"
+                    )

@@ -8,15 +8,16 @@ once the steps submitted by then have retired.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from graphkv.errors import OutOfBlocks
-from graphkv.manager.blocks import BlockAllocator, BlockTable, Index, Int32s
+from graphkv.manager.blocks import BlockTable, Index, Int32s
+from graphkv.manager.prefix import Node
 from graphkv.manager.row_batch import cells
+from graphkv.manager.window_blocks import WindowBlocks
 from graphkv.transfer import DEVICE, CopyJob
 from graphkv.window import Window
 
@@ -64,7 +65,7 @@ class WindowGroup:
         self,
         number: int,
         window: Window,
-        blocks: BlockAllocator,
+        blocks: WindowBlocks,
         table: BlockTable,
         max_rows: int,
         block_size: int,
@@ -105,12 +106,6 @@ class WindowGroup:
         self._table.reopen(self.line(row))
         self._hold_from(np.array([row]), np.array([self._sinks], np.int32))
 
-    def require(self, count: int) -> None:
-        """`OutOfBlocks` unless `count` blocks can be had now."""
-        counts = self.blocks.counts()
-        if count > counts.free:
-            raise OutOfBlocks(count, counts.free, counts.retiring, group=self.number)
-
     def grow(self, rows: Index, columns: Index) -> None:
         """Give the cells (rows[i], columns[i]) a block each."""
         self._write(rows, columns, self.blocks.take(rows.size).astype(np.int32))
@@ -135,18 +130,20 @@ class WindowGroup:
         needed = np.maximum(self._sinks, (tokens - self.window.tokens + 1) // self._size)
         return np.where((first > needed) & (keep > needed), first * self._size + self.window.tokens - 1, 0)
 
-    def cut(self, rows: Index, tokens: Int32s, held: Int32s) -> RowCut:
+    def cut(self, rows: Index, tokens: Int32s, held: Int32s, forgotten: NDArray[np.bool_]) -> RowCut:
         """What it takes to rewind rows to `tokens` tokens, which can be done.
 
         Args:
             held: columns that the rows have in group 0.
+            forgotten: rows for which the content of the block that they end in will not be findable any more.
         """
         keep, first = -(-tokens // self._size), self.first[rows]
         tail = cells(rows, np.minimum(np.maximum(keep, first), held), held)
         stop = np.minimum(held, self._sinks)
         sinks = cells(rows, np.minimum(keep, stop), stop)
         column, part = np.minimum(tokens // self._size, self.ids.shape[1] - 1), tokens % self._size
-        edge = np.flatnonzero((part > 0) & (self.blocks.refs[self.ids[rows, column]] > 1))
+        ids = self.ids[rows, column]
+        edge = np.flatnonzero((part > 0) & ((self.blocks.refs[ids] > 1) | (self.blocks.kept[ids] & ~forgotten)))
         return RowCut(
             rows,
             np.minimum(first, np.maximum(keep, self._sinks)),
@@ -173,10 +170,45 @@ class WindowGroup:
         self._hold_from(np.array([child]), self.first[row : row + 1])
         if not part:
             return []
-        own = int(self.blocks.take(1)[0])
-        job = self.copy(int(self.ids[row, full]), own, part)
-        self._write(np.array([child]), np.array([full]), np.array([own], np.int32))
-        return [job]
+        return [self.begin_with(child, full, int(self.ids[row, full]), part)]
+
+    # content --------------------------------------------------------------------------------------------------------
+
+    def usable(self, nodes: Sequence[Node]) -> int:
+        """How many of these blocks, the first ones of a chain, a sequence can begin with.
+
+        That is as many as leave it with all that a query behind them reads in this group.
+        """
+        count = len(nodes)
+        while True:
+            columns = self.window.columns(count * self._size, self._size)
+            missing = next((c for c in columns if not self.blocks.block_of(nodes[c])), None)
+            if missing is None:
+                return count
+            count = missing  # every longer beginning reads it
+
+    def adopt(self, row: int, nodes: Sequence[Node]) -> None:
+        """Begin a row with what is findable of these blocks, and read behind them."""
+        tokens = len(nodes) * self._size
+        columns = np.array(self.window.columns(tokens, self._size), np.intp)
+        ids = np.array([self.blocks.block_of(nodes[column]) for column in columns.tolist()], np.int32)
+        self.blocks.share(ids)
+        self._write(np.full(columns.size, row), columns, ids)
+        self._hold_from(np.array([row]), np.array([self.window.first_column(tokens, self._size)], np.int32))
+
+    def begin_with(self, row: int, column: int, source: int, tokens: int) -> CopyJob:
+        """Give the row a block of its own with the first `tokens` tokens of another; the copy that it takes."""
+        own = self.blocks.take(1).astype(np.int32)
+        self._write(np.array([row]), np.array([column]), own)
+        return self.copy(source, int(own[0]), tokens)
+
+    def attach(self, row: int, node: Node) -> None:
+        """The row's block of this content, if it still has one, becomes findable."""
+        column = node.depth - 1
+        if column < self._sinks or column >= self.first[row]:
+            self.blocks.attach(node, int(self.ids[row, column]))
+
+    # leaving --------------------------------------------------------------------------------------------------------
 
     def close(self, row: int, held: int, step: int) -> None:
         """The row's sequence ended."""
@@ -253,9 +285,9 @@ class WindowGroup:
                 f"{self.blocks.refs[block]} references"
             )
         writable = has & (column >= (length // self._size)[:, None])
-        if (shared := writable & (uses[self.ids] != 1)).any():
+        if (shared := writable & ((uses[self.ids] != 1) | self.blocks.kept[self.ids])).any():
             row, at = np.argwhere(shared)[0].tolist()
             raise AssertionError(
                 f"group {self.number}: row {row} may write block {self.ids[row, at]} in column {at}, which has "
-                f"{uses[self.ids[row, at]]} owners"
+                f"{uses[self.ids[row, at]]} owners, or is findable"
             )
