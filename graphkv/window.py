@@ -42,9 +42,9 @@ class Window:
 
     def columns(self, position: int, block_size: int) -> list[int]:
         """Columns that a query at `position` reads of what is before it: all it needs to begin there."""
-        end = -(-position // block_size)
-        sinks = self.sink_columns(block_size)
-        return [*range(min(sinks, end)), *range(self.first_column(position, block_size), end)]
+        end, sinks = -(-position // block_size), self.sink_columns(block_size)
+        first = self.first_column(position, block_size) if self.start(position) < position else end
+        return [*range(min(sinks, end)), *range(first, end)]
 
     def most_blocks(self, tokens: int, block_size: int) -> int:
         """Most blocks that a row holds while `tokens` tokens are kept besides those that its next query reads.
