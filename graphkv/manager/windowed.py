@@ -96,7 +96,7 @@ class WindowedManager(ManagerV2):
         return row
 
     def _grow(self, rows: Index, held: Int32s, want: Int32s, one_each: bool) -> int:
-        cell_rows, cell_columns = cells(rows, held, want)
+        cell_rows, cell_columns = (rows, held.astype(np.intp)) if one_each else cells(rows, held, want)
         if int(want.max()) <= self.max_blocks:  # a row of more is refused below
             if any(group.blocks.free < cell_rows.size for group in self.windows):
                 self.index_commits()  # stale blocks may be waiting
@@ -248,15 +248,16 @@ class WindowedManager(ManagerV2):
         super().index_commits()
         if not self._due:
             return
-        rows = np.unique(np.concatenate(self._due))
+        rows = self._due[0] if len(self._due) == 1 else np.unique(np.concatenate(self._due))
         rows = rows[self.is_open[rows]]
         self._due = []
-        for row in rows[self.final[rows] >= self._attach_at[rows]].tolist():
-            self._attach(row)
+        if self.prefix_caching:
+            for row in rows[self.final[rows] >= self._attach_at[rows]].tolist():
+                self._attach(row)
         for group in self.windows:
             due = rows[self.final[rows] >= group.due_at[rows]]
-            if due.size and not group.release_stale(due, self.final[due], self.submitted):
-                self._due.append(due)
+            if due.size and (left := group.release_stale(due, self.final[due], self.submitted)).size:
+                self._due.append(left)
 
     def _attach(self, row: int) -> None:
         """What the row's groups hold of its findable blocks becomes findable."""

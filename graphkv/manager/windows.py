@@ -110,19 +110,27 @@ class WindowGroup:
         """Give the cells (rows[i], columns[i]) a block each."""
         self._write(rows, columns, self.blocks.take(rows.size).astype(np.int32))
 
-    def release_stale(self, rows: Index, final: Int32s, step: int) -> bool:
-        """Give up what no query at or behind the rows' final lengths reads; False if the journal is too full for it.
+    def release_stale(self, rows: Index, final: Int32s, step: int) -> Index:
+        """Give up what no query at or behind the rows' final lengths reads, in half of the journal's room at most.
 
         Args:
             step: the last submitted step, which may still read it.
+
+        Returns:
+            The rows that have more to give up.
         """
-        start = np.maximum((final - self._kept_tokens) // self._size, self.first[rows])
-        cell_rows, cell_columns = cells(rows, self.first[rows], start)
-        if cell_rows.size > self._table.max_edits - self._table.edits_pending:
-            return False
-        self._hold_from(rows, start)
-        self._give_up(cell_rows, cell_columns, step)
-        return True
+        first = self.first[rows]
+        stale = np.maximum((final - self._kept_tokens) // self._size - first, 0)
+        room = (self._table.max_edits - self._table.edits_pending) // 2
+        if rows.size <= room and not np.count_nonzero(stale != 1):  # as it is while rows decode
+            self._hold_from(rows, first + stale)
+            self._give_up(rows, first.astype(np.intp), step)
+            return rows[:0]
+        count = np.clip(room - (np.cumsum(stale) - stale), 0, stale).astype(np.int32)
+        self._hold_from(rows, first + count)
+        self._give_up(*cells(rows, first, first + count), step)
+        left: Index = rows[count < stale]
+        return left
 
     def least_length(self, rows: Index, tokens: Int32s) -> NDArray[np.int64]:
         """Of rows that shall be rewound to `tokens` tokens, 0 if that can be done, else the least that could be."""
