@@ -184,6 +184,19 @@ def test_a_window_of_one_token_holds_only_what_is_being_written() -> None:
     manager.check()
 
 
+def test_a_long_sequence_takes_the_memory_that_it_must_and_no_more() -> None:
+    """Window 128 with 1 sink, blocks of 32: one block of sinks and five more will do, however long it gets."""
+    manager = make(Window(128, 1), block_size=32, num_blocks=23, window_blocks=[7], max_blocks=24)
+    row = manager.open()
+    for _ in range(704):
+        feed(manager, row, 1)
+        manager.take_edits(np.zeros((400, 3), np.int32))
+    assert manager.windows[0].blocks.counts().peak_held == 6
+    error = refused(manager, OutOfBlocks, "1 more blocks needed, 0 free", "claim", at(row), 1)
+    assert isinstance(error, OutOfBlocks)
+    assert error.group == 0
+
+
 def test_a_closed_row_leaves_nothing_on_the_device() -> None:
     """Of a row of which the window holds little, little is told: as many edits as cells that held something."""
     manager = make(Window(20, 1))
@@ -320,6 +333,19 @@ def test_a_match_needs_what_each_window_reads_behind_it() -> None:
     assert manager.length[again] == manager.cached_tokens[again] == 96
     assert held(manager, again) == [4, 5]
     assert manager.windows[0].ids[again, 4:6].tolist() == [blocks.block_of(node) for node in chain[4:6]]
+    manager.check()
+
+
+def test_the_last_blocks_alone_serve_who_continues_behind_them() -> None:
+    """Window 64, blocks of 32, 128 tokens of which only blocks 2 and 3 are left: 128 are found, of 96 none."""
+    manager = make(Window(64), block_size=32, prefix_caching=True)
+    row = answered(manager, prompt(128))
+    manager.close(row, manager.submitted, 1)
+    chain = manager._cache.index.match(manager._cache.index.root(Scope()), prompt(128), ()).nodes
+    for node in chain[:2]:
+        manager.windows[0].blocks.lose(node)
+    assert manager.probe_match(prompt(129)) == 128
+    assert manager.probe_match(prompt(97)) == 0
     manager.check()
 
 

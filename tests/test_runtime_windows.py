@@ -170,6 +170,7 @@ def test_resync_brings_every_groups_table(device: torch.device) -> None:
     runtime = shadow.runtime
     runtime._engine._state.block_table.fill_(7)
     runtime._engine._state.step.fill_(99)
+    runtime.device.synchronize()
     runtime.step([a, b])
     with pytest.raises(StaleFrame):
         runtime.retire()

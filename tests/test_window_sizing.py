@@ -38,6 +38,13 @@ def test_columns_are_those_of_the_positions_that_are_read(tokens: int, sinks: in
     assert len(window.columns(position, size)) <= window.most_blocks(0, size)
 
 
+@pytest.mark.parametrize(("position", "first"), [(0, 0), (63, 0), (94, 0), (95, 1), (127, 2), (256, 6)])
+def test_the_first_column_is_that_of_trtllms_stale_ranges(position: int, first: int) -> None:
+    """Window 64, blocks of 32, position h: [0, (h + 1 - 64) // 32) is stale."""
+    assert Window(64).first_column(position, 32) == first
+    assert Window(64, 33).first_column(position, 32) == max(2, first), "behind two blocks of sinks"
+
+
 def test_most_blocks_is_reached_and_not_passed() -> None:
     for tokens, sinks, size, more in ((1, 0, 16, 0), (32, 0, 16, 4), (33, 17, 16, 0), (7, 2, 4, 9)):
         window = Window(tokens, sinks)

@@ -45,6 +45,7 @@ class Shadow:
                         pool = self.runtime.pools.pool(side, role, group)
                         pool.data.fill_(0xA5)
                         self.images[group, side, role] = np.full(pool.data.numel(), 0xA5, np.uint8)
+        self.runtime.device.synchronize()  # steps run on another stream
         self.request: dict[int, int] = {}  # by row
         self.length: dict[int, int] = {}
         self.counted: dict[int, int] = {}  # context of a row's last query token of the last decode step
