@@ -10,20 +10,22 @@ import torch
 from graphkv.config import CacheConfig
 from graphkv.device import Device
 from graphkv.engine import EngineShape, Mode, StepEngine
+from graphkv.errors import TransferTimeout
 from graphkv.frames import Upload
 from graphkv.layout import Side
-from graphkv.loop.verbs import SequenceVerbs
-from graphkv.manager.v2 import ManagerV2
+from graphkv.loop.moving import MovingVerbs
+from graphkv.manager.v2 import ManagerV2, V2Options
 from graphkv.metadata import StepMetadata
 from graphkv.pool import NULL_BLOCK, Pools
 from graphkv.sizing import CacheSize
 from graphkv.stats import RuntimeStats
 from graphkv.step import StepModel
 from graphkv.tiers.copies import BlockCopies
+from graphkv.tiers.hierarchy import ColdTiers, TierOptions
 from graphkv.transfer import DEVICE, CopyJob
 
 
-class DecodeRuntime(SequenceVerbs):
+class DecodeRuntime(MovingVerbs):
     """Decodes batches of sequences through graphs captured once a bucket.
 
     Args:
@@ -41,6 +43,7 @@ class DecodeRuntime(SequenceVerbs):
         upload: how packets reach the device, see `graphkv.frames.Upload`.
         prefix_caching: whether sequences that begin alike share blocks. The blocks of closed sequences then stay
             cached until their room is needed.
+        tiers: where blocks go that the device has no room for; none by default.
         event_capacity, self_check: see `ManagerV2`.
     """
 
@@ -60,6 +63,7 @@ class DecodeRuntime(SequenceVerbs):
         mode: Mode = "graph",
         upload: Upload = "copy",
         prefix_caching: bool = True,
+        tiers: TierOptions | None = None,
         event_capacity: int = 0,
         self_check: bool = False,
     ) -> None:
@@ -73,22 +77,27 @@ class DecodeRuntime(SequenceVerbs):
         )
         num_blocks = CacheSize.of(config).num_blocks(num_blocks, memory_bytes)
         device = Device.of(device)
-        manager = ManagerV2(
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            max_rows=max_rows,
-            max_blocks=shape.max_blocks,
-            max_edits=shape.max_edits,
-            prefix_caching=prefix_caching,
-            event_capacity=event_capacity,
-            self_check=self_check,
-        )
+        options: V2Options = {
+            "max_edits": shape.max_edits,
+            "prefix_caching": prefix_caching,
+            "event_capacity": event_capacity,
+            "self_check": self_check,
+        }
         with device.guard():
             self.pools = Pools(config, num_blocks, device)
             engine = StepEngine(config, self.pools, model, shape, device, mode, upload)
+            cold = None if tiers is None else ColdTiers(tiers, self.pools, device, engine.stream)
+            options.update(_tier_options(cold))
+            manager = ManagerV2(
+                num_blocks=num_blocks,
+                block_size=config.block_size,
+                max_rows=max_rows,
+                max_blocks=shape.max_blocks,
+                **options,
+            )
             engine.warm_up()
             copies = BlockCopies(self.pools, None, device, "kernel", 0)
-            super().__init__(config, device, manager, engine, shape, copies, max_seq_len)
+            super().__init__(config, device, manager, engine, shape, copies, max_seq_len, cold)
             warm = CopyJob(DEVICE, NULL_BLOCK, DEVICE, NULL_BLOCK + 1, config.block_size)
             self._submitter.copy([warm])  # what it needs is compiled now
 
@@ -140,4 +149,29 @@ class DecodeRuntime(SequenceVerbs):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Wait for all that is under way, steps and transfers, and give the colder tiers back.
+
+        `TransferTimeout` if a transfer does not end; its memory and files then stay. It does not hide an error that is
+        on its way already, but is added to its notes.
+        """
         self.device.synchronize()
+        try:
+            if self.tiers is not None:
+                self.drain()
+                self.tiers.close()
+        except TransferTimeout as timeout:
+            if error is None:
+                raise
+            error.add_note(str(timeout))
+
+
+def _tier_options(tiers: ColdTiers | None) -> V2Options:
+    if tiers is None:
+        return {}
+    return {
+        "tier_slots": tiers.slots,
+        "mover": tiers.mover,
+        "resume_limit": tiers.options.resume_limit,
+        "transfer_limit_s": tiers.options.transfer_limit_s,
+        "max_blocks_underway": tiers.options.max_blocks_underway,
+    }

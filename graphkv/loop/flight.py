@@ -13,7 +13,7 @@ from graphkv.engine import RawResult, StepEngine
 from graphkv.errors import DeviceFault, InvalidValue, StaleFrame
 from graphkv.manager.v2 import ManagerV2
 from graphkv.rows import RowTokens
-from graphkv.sequence import Batch, Sequence, StepResult
+from graphkv.sequence import Batch, Sequence, SequenceCounts, StepResult
 
 RESULTS_KEPT = 64
 """Results of that many last steps stay readable; tokens of older ones are in their sequences."""
@@ -62,8 +62,22 @@ class Flight:
         if last > self._engine.retired:  # the row is its own until then
             self._closing.setdefault(last, []).append(sequence)
         else:
-            sequence.keep(self._tokens.of(sequence.row))
+            self._keep(sequence)
         return last
+
+    def last_step_of(self, row: int) -> int:
+        """The last step in flight that names a row, 0 if none does."""
+        return max((step for step, job in self._jobs.items() if row in job.batch.rows), default=0)
+
+    def counts_of(self, sequence: Sequence) -> SequenceCounts:
+        """What became of the tokens and blocks of a sequence whose row is still its own."""
+        row, manager = sequence.row, self._manager
+        colder = manager.cached_in_colder[row].tolist()
+        cached = int(manager.cached_tokens[row]) - sum(colder), *colder
+        return SequenceCounts(cached, int(manager.tokens_missed[row]), int(manager.blocks_moved[row]))
+
+    def _keep(self, sequence: Sequence) -> None:
+        sequence.keep(self._tokens.of(sequence.row), self.counts_of(sequence))
 
     # results --------------------------------------------------------------------------------------------------------
 
@@ -92,7 +106,7 @@ class Flight:
             elif len(job.batch):
                 self._take(done, job, raw)
             for sequence in self._closing.pop(done, ()):
-                sequence.keep(self._tokens.of(sequence.row))
+                self._keep(sequence)
             self._manager.retire(done)
             self.raise_if_stale()
 

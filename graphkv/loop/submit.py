@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
 
 import numpy as np
@@ -10,6 +12,7 @@ import numpy.typing as npt
 from graphkv import packet as pk
 from graphkv.device import Device
 from graphkv.engine import EngineShape, StepEngine
+from graphkv.errors import OutOfBlocks
 from graphkv.frames import Frame
 from graphkv.loop.flight import IDLE, Flight, Job
 from graphkv.manager.v2 import ManagerV2
@@ -17,6 +20,9 @@ from graphkv.rows import RowTokens
 from graphkv.sequence import Batch, Chunk
 from graphkv.tiers.copies import BlockCopies, independent_moves
 from graphkv.transfer import CopyJob
+
+_PATIENCE_S = 1.0  # for copies to host memory, which take milliseconds
+_NAP = 0.0001
 
 
 class Submitter:
@@ -41,6 +47,8 @@ class Submitter:
         self._engine, self._manager, self._tokens, self._flight = engine, manager, tokens, flight
         self._copies, self._device = copies, device
         self._next_n, self._block_size = shape.next_n, copies.block_size
+        # The last steps' blocks become findable; and with colder tiers, a look at what moves between them.
+        self._meanwhile = manager.poll if manager.has_colder_tiers else manager.index_commits
         # What the steps in flight may add to the journal when they retire.
         self._edits_apart = 2 * manager.max_rows + 2 * shape.chunk_blocks
 
@@ -97,12 +105,41 @@ class Submitter:
             for moves in independent_moves(jobs):
                 self._copies.within(moves)
 
+    def copy_now(self) -> None:
+        """Put what copies are pending on the steps' stream, without a step.
+
+        Their blocks are in nobody's way from here on: steps, copies and transfers that touch them come later on that
+        stream, or wait for it.
+        """
+        if self._manager.copies_pending:
+            self.copy(self._manager.take_copies(0))
+
     def _make_room(self, batch: Batch, n: int | npt.NDArray[np.int32], edits: int) -> Frame:
         """Claim n more tokens of every row of the batch, or of none; the frame to describe the step in."""
         self.reserve_edits(edits)
         frame = self.acquire()
-        self._manager.claim(batch.rows, n)
+        try:
+            self._manager.claim(batch.rows, n)
+        except OutOfBlocks:
+            self.find_room(lambda: self._manager.claim(batch.rows, n))
         return frame
+
+    def find_room(self, take: Callable[[], object]) -> None:
+        """`take` was short of blocks: call it again, since transfers that ended may have freed some.
+
+        Those that only give cached blocks a copy elsewhere, and hold them until then, are waited for: they are no
+        reason to refuse what would have fitted without them.
+        """
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            self._manager.poll()
+            try:
+                take()
+                return
+            except OutOfBlocks:
+                if not self._manager.is_clearing or time.monotonic() > deadline:
+                    raise
+            time.sleep(_NAP)
 
     def _seal(self, frame: Frame, bucket: int, rows: int, tokens: int, supplied: pk.Int32Array | None) -> int:
         """Put edits and supplied tokens behind the frame's records and close the packet; its bytes."""
@@ -119,8 +156,8 @@ class Submitter:
         return frame.writer.seal(step, rows=rows, tokens=tokens, edits=edits, token_words=token_words, bucket=bucket)
 
     def _note(self, step: int, job: Job) -> int:
-        """Keep what a step was asked to do. While it runs, there is time to make the last steps' blocks findable."""
+        """Keep what a step was asked to do. While it runs, there is time for what need not be done before it."""
         self._flight.note(step, job)
         self._manager.submitted = step
-        self._manager.index_commits()
+        self._meanwhile()
         return step

@@ -10,14 +10,14 @@ import numpy.typing as npt
 from graphkv.config import CacheConfig
 from graphkv.device import Device
 from graphkv.engine import EngineShape, StepEngine
-from graphkv.errors import InvalidValue
+from graphkv.errors import InvalidValue, NotReady
 from graphkv.loop.flight import Flight
 from graphkv.loop.submit import Submitter
 from graphkv.manager.prefix import EVERYONE, Content, Scope
 from graphkv.manager.retention import Retention
-from graphkv.manager.v2 import ManagerV2
+from graphkv.manager.v2 import ManagerV2, RowState
 from graphkv.rows import RowTokens
-from graphkv.sequence import Batch, Sequence, StepResult, cut_into_chunks, token_array
+from graphkv.sequence import Batch, Sequence, SequenceCounts, StepResult, cut_into_chunks, token_array
 from graphkv.tiers.copies import BlockCopies
 
 
@@ -61,7 +61,8 @@ class SequenceVerbs:
     ) -> Sequence:
         """Take a row for a sequence that begins with `tokens` (int [n], n >= 1). Nothing is computed yet.
 
-        Blocks of other sequences that began alike are shared; `prefill` feeds only the rest.
+        Blocks of other sequences that began alike are shared; `prefill` feeds only the rest. What of them is in colder
+        tiers is being brought to the device: the sequence is *loading* then, and ready once `poll` saw it arrive.
 
         Args:
             scope, contents: what must agree besides tokens for blocks to be shared.
@@ -82,10 +83,9 @@ class SequenceVerbs:
             self.retire()
         self._submitter.reserve_edits(self.manager.max_blocks + prompt.size // self.config.block_size + 1)
         row = self.manager.open(tokens=prompt, scope=scope, contents=contents, retention=retention)
-        cached = int(self.manager.length[row])
-        self._tokens.start(row, prompt, cached)
+        self._tokens.start(row, prompt, int(self.manager.length[row]))
         self._flight.changed()
-        return Sequence(self, row, int(self.manager.serial[row]), cached)
+        return Sequence(self, row, int(self.manager.serial[row]))
 
     def fork(self, sequence: Sequence) -> Sequence:
         """A new sequence with all tokens of `sequence`: full blocks are shared, the partial one is copied.
@@ -94,9 +94,10 @@ class SequenceVerbs:
 
         Raises:
             OutOfRows, OutOfBlocks: nothing changed.
-            InvalidValue: the sequence has tokens that no step has fed yet.
+            NotReady: the sequence is not on the device.
+            InvalidValue: it has tokens that no step has fed yet.
         """
-        self._owned(sequence)
+        self._usable(sequence)
         row = sequence.row
         if not self._tokens.ready[row]:
             raise InvalidValue(f"{sequence} has tokens that no step has fed yet; prefill it before forking")
@@ -105,11 +106,11 @@ class SequenceVerbs:
         child, length = self.manager.fork(row), int(self.manager.length[row])
         self._tokens.fork(row, child, length)
         self._flight.changed()
-        return Sequence(self, child, int(self.manager.serial[child]), length)
+        return Sequence(self, child, int(self.manager.serial[child]))
 
     def append(self, sequence: Sequence, tokens: npt.ArrayLike) -> None:
         """Add tokens of the caller's to an open sequence; `prefill` feeds them. Waits for the steps in flight."""
-        self._owned(sequence)
+        self._usable(sequence)
         more = token_array(tokens)
         self.retire()
         known = int(self._tokens.known[sequence.row])
@@ -125,7 +126,7 @@ class SequenceVerbs:
 
         Blocks wholly past the new length are given up. Waits for the steps in flight.
         """
-        self._owned(sequence)
+        self._usable(sequence)
         row = sequence.row
         if not self._tokens.ready[row]:
             raise InvalidValue(f"{sequence} has tokens that no step has fed yet; prefill it before rewinding")
@@ -136,7 +137,7 @@ class SequenceVerbs:
         self._flight.changed()
 
     def close(self, sequence: Sequence) -> None:
-        """End a sequence; its blocks and row are reused once the steps that may touch them retired. Idempotent."""
+        """End a sequence in any state; its blocks and row are reused once what may touch them ended. Idempotent."""
         if not sequence.is_open:
             return
         self._owned(sequence)
@@ -148,6 +149,22 @@ class SequenceVerbs:
     def known_tokens(self, sequence: Sequence) -> npt.NDArray[np.int32]:
         """int32 [n], the tokens that the host knows of a sequence whose row is still its own."""
         return self._tokens.of(sequence.row)
+
+    def state_of(self, sequence: Sequence) -> RowState:
+        """Where a sequence's blocks are."""
+        return self.manager.state(sequence.row) if sequence.is_open else RowState.CLOSED
+
+    def counts_of(self, sequence: Sequence) -> SequenceCounts:
+        """What became of the tokens and blocks of a sequence whose row is still its own."""
+        return self._flight.counts_of(sequence)
+
+    def _usable(self, sequence: Sequence) -> None:
+        """`NotReady` or `InvalidValue` unless the sequence is one of this runtime's, and on the device."""
+        self._owned(sequence)
+        if not self.manager.is_ready[sequence.row]:
+            self.manager.poll()
+            if not self.manager.is_ready[sequence.row]:
+                raise NotReady(str(sequence), sequence.state)
 
     def _owned(self, sequence: Sequence) -> None:
         if not sequence.is_open:
@@ -165,6 +182,7 @@ class SequenceVerbs:
         Raises:
             OutOfBlocks: the pools cannot hold next_n more tokens of every row; nothing changed.
             StaleFrame: an earlier step was refused by the device, see `resync`.
+            NotReady: a sequence is not on the device.
             InvalidValue: a sequence is closed, not prefilled or at its greatest length, or the batch is too large.
         """
         if not isinstance(batch, Batch):
@@ -178,7 +196,7 @@ class SequenceVerbs:
         if not len(batch):
             raise InvalidValue("a step needs at least one sequence, got none")
         for sequence in batch:
-            self._owned(sequence)
+            self._usable(sequence)
         ready = self._tokens.ready[batch.rows]
         if not ready.all():
             raise InvalidValue(
@@ -196,6 +214,7 @@ class SequenceVerbs:
 
         Raises:
             OutOfBlocks: the pools cannot hold them all; nothing was fed.
+            NotReady: a sequence is not on the device; nothing was fed.
             InvalidValue: a sequence is closed, or has nothing to feed.
         """
         batch = Batch(sequences)
@@ -212,7 +231,7 @@ class SequenceVerbs:
         if not len(batch):
             raise InvalidValue("prefill needs at least one sequence, got none")
         for sequence in batch:
-            self._owned(sequence)
+            self._usable(sequence)
         if len(set(batch.rows.tolist())) < len(batch):
             raise InvalidValue(f"a sequence is named more than once in {list(batch.sequences)}")
         if self._tokens.ready[batch.rows].any():
@@ -224,7 +243,7 @@ class SequenceVerbs:
         missing = int((-(-target // self.config.block_size) - self.manager.blocks_held[batch.rows]).clip(0).sum())
         if not self.manager.blocks.available(missing):
             self.retire()
-            self.manager.blocks.require(missing)
+            self._submitter.find_room(lambda: self.manager.blocks.require(missing))
 
     # results --------------------------------------------------------------------------------------------------------
 

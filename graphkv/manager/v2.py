@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 from graphkv.errors import InvalidValue
 from graphkv.manager.blocks import BlockCounts
@@ -39,6 +40,8 @@ class ManagerStats:
         tokens_matched: tokens that sequences found cached when they were opened. What a step computes again, such as
             the last token of a prompt that is wholly known, is not among them.
         tokens_asked: tokens of all prompts that looked for a match.
+        tokens_missed: tokens that were found as well, and not used: there was no room for them, their copy was bad, or
+            they are still on their way.
         blocks_stored, blocks_evicted: how often content became findable on the device, and had to make room there.
         blocks_merged: full blocks given up at commit for an equal one that was there.
         tiers: counts of each colder tier.
@@ -69,10 +72,25 @@ class ManagerStats:
     blocks_moved: int = 0
     blocks_failed: int = 0
     transfers_overdue: int = 0
+    tokens_missed: int = 0
 
     @property
     def blocks_private(self) -> int:
         return self.blocks_held - self.blocks_shared
+
+
+class V2Options(TypedDict, total=False):
+    """Arguments of `ManagerV2` that no size of the cache settles, by the same names."""
+
+    max_edits: int
+    prefix_caching: bool
+    tier_slots: Sequence[int]
+    mover: BlockMover
+    resume_limit: float
+    transfer_limit_s: float
+    max_blocks_underway: int
+    event_capacity: int
+    self_check: bool
 
 
 class ManagerV2(MovingRows):
@@ -167,6 +185,7 @@ class ManagerV2(MovingRows):
             blocks_moved=self._tiering.moved,
             blocks_failed=self._tiering.failed,
             transfers_overdue=len(self._tiering.overdue()),
+            tokens_missed=self.missed,
         )
 
     def check(self) -> None:
