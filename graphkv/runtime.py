@@ -10,7 +10,7 @@ import torch
 from graphkv.config import CacheConfig
 from graphkv.device import Device
 from graphkv.engine import EngineShape, Mode, StepEngine
-from graphkv.errors import TransferTimeout
+from graphkv.errors import InvalidValue, TransferTimeout
 from graphkv.frames import Upload
 from graphkv.layout import Side
 from graphkv.loop.moving import MovingVerbs
@@ -36,6 +36,7 @@ class DecodeRuntime(MovingVerbs):
         max_seq_len: tokens of the longest sequence; the block table also reserves the columns that next_n can reach.
         num_blocks, memory_bytes: size of the pools, by blocks (null block included) or by a budget for their bytes;
             give one of them.
+        max_num_blocks: blocks that `grow` can reach: addresses for them are reserved. None fixes the pools' size.
         buckets: batch sizes to capture; by default powers of two up to max_rows, and max_rows.
         next_n: query tokens a row and decode step (1 + draft tokens).
         prefill_chunk: most prompt tokens a prefill step.
@@ -57,6 +58,7 @@ class DecodeRuntime(MovingVerbs):
         max_seq_len: int,
         num_blocks: int | None = None,
         memory_bytes: int | None = None,
+        max_num_blocks: int | None = None,
         buckets: AbstractSequence[int] | None = None,
         next_n: int = 1,
         prefill_chunk: int = 512,
@@ -83,8 +85,9 @@ class DecodeRuntime(MovingVerbs):
             "event_capacity": event_capacity,
             "self_check": self_check,
         }
+        self._can_grow = max_num_blocks is not None
         with device.guard():
-            self.pools = Pools(config, num_blocks, device)
+            self.pools = Pools(config, num_blocks, device, max_num_blocks)
             engine = StepEngine(config, self.pools, model, shape, device, mode, upload)
             cold = None if tiers is None else ColdTiers(tiers, self.pools, device, engine.stream)
             options.update(_tier_options(cold))
@@ -100,6 +103,49 @@ class DecodeRuntime(MovingVerbs):
             super().__init__(config, device, manager, engine, shape, copies, max_seq_len, cold)
             warm = CopyJob(DEVICE, NULL_BLOCK, DEVICE, NULL_BLOCK + 1, config.block_size)
             self._submitter.copy([warm])  # what it needs is compiled now
+
+    # growth ---------------------------------------------------------------------------------------------------------
+
+    def grow(self, num_blocks: int) -> None:
+        """Have `num_blocks` blocks in all, the null block included. Captured graphs stay valid; no step is waited for.
+
+        Raises:
+            InvalidValue: not more than there are, or more than max_num_blocks.
+            OutOfMemory: the device has no room; nothing changed.
+        """
+        if num_blocks <= self.pools.num_blocks:
+            raise InvalidValue(
+                f"{num_blocks} blocks are no more than the {self.pools.num_blocks} there are; see shrink"
+            )
+        self._resize(num_blocks)
+
+    def shrink(self, num_blocks: int) -> None:
+        """Have `num_blocks` blocks in all, the null block included, and give back the memory of those at the end.
+
+        What is cached in these is evicted. Captured graphs stay valid. Waits for all work of the device.
+
+        Raises:
+            InvalidValue: not fewer than there are, fewer than 2, or blocks at the end are held. Nothing changed.
+        """
+        if not 2 <= num_blocks < self.pools.num_blocks:
+            raise InvalidValue(
+                f"{num_blocks} blocks are not within 2 (the null block and one to hand out) and less than the "
+                f"{self.pools.num_blocks} there are; see grow"
+            )
+        self.retire()
+        self._submitter.copy_now()
+        self._submitter.end_clearing()
+        self.device.synchronize()
+        self._resize(num_blocks)
+
+    def _resize(self, num_blocks: int) -> None:
+        if not self._can_grow:
+            raise InvalidValue(
+                f"the pools have {self.pools.num_blocks} blocks for good; build the runtime with max_num_blocks to "
+                "resize them"
+            )
+        self.pools.resize(num_blocks, self.manager.vacate)
+        self.manager.resize(num_blocks)
 
     # looking and leaving ------------------------------------------------------------------------------------------
 

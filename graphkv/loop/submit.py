@@ -132,13 +132,20 @@ class Submitter:
         """
         deadline = time.monotonic() + _PATIENCE_S
         while True:
-            self._manager.poll()
+            self._manager.poll(begin=False)
             try:
                 take()
                 return
             except OutOfBlocks:
                 if not self._manager.is_clearing or time.monotonic() > deadline:
                     raise
+            time.sleep(_NAP)
+
+    def end_clearing(self) -> None:
+        """Wait for transfers that nobody asked for and that hold blocks of the device, but not for long."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while self._manager.is_clearing and time.monotonic() <= deadline:
+            self._manager.poll(begin=False)
             time.sleep(_NAP)
 
     def _seal(self, frame: Frame, bucket: int, rows: int, tokens: int, supplied: pk.Int32Array | None) -> int:

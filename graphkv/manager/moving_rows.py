@@ -287,15 +287,20 @@ class MovingRows(ContentRows):
         begun = self._start_load(items, lambda load: self._tiering.release(load.items))
         return len(nodes) - first if begun else 0
 
-    def poll(self) -> None:
-        """Take note of transfers that ended, and begin those that are due. Never waits; call it off the step path."""
+    def poll(self, *, begin: bool = True) -> None:
+        """Take note of transfers that ended, and begin those that are due. Never waits; call it off the step path.
+
+        Args:
+            begin: whether to give cached blocks a copy in a colder tier, too, before their room is needed.
+        """
         self.index_commits()
         self._tiering.poll()
         for bring in list(self._brings):
             if self._tiering.advance(bring.load) and self.edits_room >= len(bring.load.items):
                 self._brings.remove(bring)
                 bring.done(bring.load)
-        self._tiering.offload_ahead()
+        if begin:
+            self._tiering.offload_ahead()
 
     def overdue(self) -> list[TransferTimeout]:
         """Transfers that have run for too long, to log or raise. Their slots stay out of use until they end."""

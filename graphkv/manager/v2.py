@@ -20,7 +20,7 @@ from typing import TypedDict
 from graphkv.errors import InvalidValue
 from graphkv.manager.blocks import BlockCounts
 from graphkv.manager.content import ContentCache
-from graphkv.manager.events import Event, EventLog
+from graphkv.manager.events import Event, EventKind, EventLog
 from graphkv.manager.moving_rows import MovingRows, RowState
 from graphkv.manager.prefix import Digest, sha256
 from graphkv.manager.self_check import check_content, check_references
@@ -148,6 +148,33 @@ class ManagerV2(MovingRows):
         victims = slots.choose(slots.num_blocks if count is None else count)
         slots.evict(victims)
         return len(victims)
+
+    def vacate(self, first: int) -> int:
+        """Evict what is cached in the device's blocks with ids from `first` on, so that all of these are free.
+
+        What has no copy in a colder tier is forgotten.
+
+        Returns:
+            How many of them are held, retiring or in a transfer. If there are any, nothing was evicted.
+        """
+        self.index_commits()
+        victims, in_the_way = self._cache.device.to_vacate(first)
+        if not in_the_way:
+            self._cache.device.evict(victims)
+        return len(in_the_way)
+
+    def resize(self, num_blocks: int) -> None:
+        """Have `num_blocks` blocks on the device, the null block included, as the pools do. New ones are free at once.
+
+        Raises:
+            InvalidValue: blocks that go are not free, see `vacate`.
+        """
+        if busy := self._cache.device.busy_from(num_blocks).size if num_blocks >= 2 else 1:
+            raise InvalidValue(
+                f"{busy} blocks from id {num_blocks} on are not free; vacate them first, down to 2 in all"
+            )
+        self._cache.device.resize(num_blocks)
+        self.events.add(EventKind.RESIZED, DEVICE, num_blocks - 1)
 
     def retire(self, step: int) -> None:
         """Every step up to `step` has retired: what waited for them is free, or findable."""
