@@ -13,10 +13,12 @@ from graphkv.engine import EngineShape, Mode, StepEngine
 from graphkv.errors import InvalidValue, TransferTimeout
 from graphkv.frames import Upload
 from graphkv.layout import Side
+from graphkv.loop.demands import check_demands
 from graphkv.loop.moving import MovingVerbs
 from graphkv.manager.v2 import ManagerV2, V2Options
 from graphkv.metadata import StepMetadata
 from graphkv.pool import NULL_BLOCK, Pools
+from graphkv.selection.requirements import Requirements
 from graphkv.sizing import CacheSize
 from graphkv.stats import RuntimeStats
 from graphkv.step import StepModel
@@ -44,6 +46,7 @@ class DecodeRuntime(MovingVerbs):
         upload: how packets reach the device, see `graphkv.frames.Upload`.
         prefix_caching: whether sequences that begin alike share blocks. The blocks of closed sequences then stay
             cached until their room is needed.
+        requirements: what else the cache will be used for; what cannot work is refused here.
         tiers: where blocks go that the device has no room for; none by default.
         event_capacity, self_check: see `ManagerV2`.
     """
@@ -66,6 +69,7 @@ class DecodeRuntime(MovingVerbs):
         upload: Upload = "copy",
         prefix_caching: bool = True,
         tiers: TierOptions | None = None,
+        requirements: Requirements | None = None,
         event_capacity: int = 0,
         self_check: bool = False,
     ) -> None:
@@ -79,9 +83,20 @@ class DecodeRuntime(MovingVerbs):
         )
         num_blocks = CacheSize.of(config).num_blocks(num_blocks, memory_bytes)
         device = Device.of(device)
+        setting = check_demands(
+            config,
+            requirements,
+            device,
+            next_n,
+            graph=mode == "graph",
+            prefix_caching=prefix_caching,
+            tiers=tiers is not None,
+            growth=max_num_blocks is not None,
+        )
         options: V2Options = {
             "max_edits": shape.max_edits,
             "prefix_caching": prefix_caching,
+            "whole_copies": setting.splits_scales,
             "event_capacity": event_capacity,
             "self_check": self_check,
         }

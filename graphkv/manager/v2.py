@@ -25,7 +25,7 @@ from graphkv.manager.moving_rows import MovingRows, RowState
 from graphkv.manager.prefix import Digest, sha256
 from graphkv.manager.self_check import check_content, check_references
 from graphkv.manager.tiering import Tiering
-from graphkv.transfer import DEVICE, BlockMover
+from graphkv.transfer import DEVICE, BlockMover, CopyJob
 
 __all__ = ["ManagerStats", "ManagerV2", "RowState"]
 
@@ -89,6 +89,7 @@ class V2Options(TypedDict, total=False):
     resume_limit: float
     transfer_limit_s: float
     max_blocks_underway: int
+    whole_copies: bool
     event_capacity: int
     self_check: bool
 
@@ -104,6 +105,8 @@ class ManagerV2(MovingRows):
         resume_limit: share of the device's blocks that may be in use after a resume.
         transfer_limit_s: age at which a transfer counts as overdue.
         max_blocks_underway: most blocks of transfers that the manager starts unasked, to have room in time.
+        whole_copies: whether copies within the device take whole blocks, also where a part is wanted; for index K that
+            is written in pages smaller than a block, whose part has another layout than the block's.
         event_capacity: events kept until `take_events`; 0 records none.
         self_check: run `check` after each retired step.
         clock: seconds, for time limits.
@@ -124,6 +127,7 @@ class ManagerV2(MovingRows):
         resume_limit: float = 1.0,
         transfer_limit_s: float = 30.0,
         max_blocks_underway: int = 1024,
+        whole_copies: bool = False,
         event_capacity: int = 0,
         self_check: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -134,7 +138,7 @@ class ManagerV2(MovingRows):
         if not 0 < resume_limit <= 1:
             raise InvalidValue(f"resume_limit must be a share within 0 .. 1, got {resume_limit}")
         self.events = EventLog(event_capacity)
-        self.self_check = self_check
+        self.self_check, self.whole_copies = self_check, whole_copies
         cache = ContentCache(block_size, [num_blocks, *(n + 1 for n in tier_slots)], self.events, clock, digest)
         tiering = Tiering(cache, mover, block_size, clock, transfer_limit_s, max_blocks_underway)
         super().__init__(
@@ -181,6 +185,11 @@ class ManagerV2(MovingRows):
         super().retire(step)
         if self.self_check:
             self.check()
+
+    def take_copies(self, step: int = 0) -> list[CopyJob]:
+        """The copies to make before step `step`, in this order; 0 if they are made before the call returns."""
+        jobs = super().take_copies(step)
+        return [job._replace(tokens=self.block_size) for job in jobs] if self.whole_copies else jobs
 
     def take_events(self) -> list[Event]:
         """Events since the last call, oldest first; a jump of their numbers tells of dropped ones."""
