@@ -263,7 +263,7 @@ class ContentRows(Capacity):
         """
         row = int(self._reader.of(np.array([row])).rows[0])
         self.index_commits()
-        self._require_settled(row)
+        self._require_settled(row, self.submitted)
         length = int(self.length[row])
         full, part = divmod(length, self.block_size)
         self.blocks.require(int(part > 0))
@@ -372,10 +372,10 @@ class ContentRows(Capacity):
     def _other_uses(self) -> Int32s:
         return self.copy_references()
 
-    def _require_settled(self, row: int) -> None:
-        if self.submitted > self.blocks.retired:
+    def _require_settled(self, row: int, step: int) -> None:
+        if step > self.blocks.retired:
             raise InvalidValue(
-                f"row {row} may be in step {self.submitted}, and {self.blocks.retired} has retired; retire it first"
+                f"row {row} may be in step {step}, and {self.blocks.retired} has retired; retire it first"
             )
 
 
