@@ -7,8 +7,8 @@
 //         A position without a page in the pool scores NaN, which top-k ranks lowest.
 // launch  grid: as many CTAs as run at once, or fewer; 512 threads, SHARED_BYTES bytes of dynamic shared memory; at
 //         most 32,768 tokens, and fewer than 2^31 pages for all groups of up to GROUP tokens, see query_groups.cuh.
-//         GROUP, a power of two up to 8, changes the speed, and from 4 on the order of a
-//         product's sum
+//         GROUP, a power of two up to 8, changes the speed, and from 4 on the order in which
+//         a product is summed
 // variant: HEADS=64 GROUP=1 OUTPUT=0 SHARED_BYTES=231424
 // variant: HEADS=64 GROUP=1 OUTPUT=1 SHARED_BYTES=231424
 // variant: HEADS=64 GROUP=2 OUTPUT=0 SHARED_BYTES=231424
