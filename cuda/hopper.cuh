@@ -51,19 +51,11 @@ GK_DEVICE void barrier_wait(u64* barrier, u32 parity) {
 
 // ---- copies
 
-// Start copying `bytes` bytes from global to shared memory; all three are multiples of 16. The barrier counts them.
-// What is read once should not push out of the L2 cache what is read again: these lines are the first to go.
-GK_DEVICE void bulk_copy_once(void* to, const void* from, u32 bytes, u64* barrier) {
-  constexpr u64 EVICT_FIRST = 0x12f0000000000000;  // as createpolicy.fractional.L2::evict_first makes it
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-               "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)),
-               "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(EVICT_FIRST)
-               : "memory");
-}
-
-// The same for tile `page` of a map: its rows of 128 bytes come as the operands of products want them.
+// Start copying tile `page` of a map to shared memory, at a multiple of 1,024: its rows of 128 bytes come as
+// rows_of_128_bytes wants them. The barrier counts the bytes. What is read once should not push out of the L2 cache what
+// is read again: these lines are the first to go.
 GK_DEVICE void tile_copy_once(void* to, const TileMap& map, i32 page, u64* barrier) {
-  constexpr u64 EVICT_FIRST = 0x12f0000000000000;
+  constexpr u64 EVICT_FIRST = 0x12f0000000000000;  // as createpolicy.fractional.L2::evict_first makes it
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
                "[%0], [%1, {%2, %2, %3}], [%4], %5;" ::"r"(shared_address(to)),
                "l"(&map), "r"(0), "r"(page), "r"(shared_address(barrier)), "l"(EVICT_FIRST)
@@ -72,6 +64,14 @@ GK_DEVICE void tile_copy_once(void* to, const TileMap& map, i32 page, u64* barri
 
 // This thread's ordinary writes to shared memory come before what copy engines and tensor cores do after a barrier.
 GK_DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Four 8 x 16-byte matrices, to[i] being this lane's 4 bytes of matrix i; lane 8 * i + r says where its row r begins.
+GK_DEVICE void load_matrices(u32* to, const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
 
 GK_DEVICE void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 

@@ -4,11 +4,11 @@
 //
 // For groups of one or two tokens the keys go through registers, which frees the buffer at once and leaves shared memory
 // to the queries; for larger groups that costs more than products which read both operands from shared memory. There
-// the two tokens of a pair make one product.
+// the two tokens of a pair make one product. Either way a score is the same sum of the same products.
 #pragma once
 
 constexpr i32 MOST_TOKENS = 1 << 15;                                    // of a call
-constexpr i32 SCALES = 4 * BLOCK, PAGE = VALUES + SCALES;               // bytes
+constexpr i32 PAGE = VALUES + 4 * BLOCK, ROOM = 9 * 1024;               // bytes of a page, and of its buffer
 constexpr i32 LOADERS = 96;                                             // threads that lay out queries
 constexpr i32 FEEDER_REGISTERS = 56, CONSUMER_REGISTERS = 152;          // of 128 each that the launch gives
 constexpr i32 WEIGHTS_EACH = HEADS / 4, WEIGHT_ROW = WEIGHTS_EACH + 4;  // a lane's; 4 more keep shared banks apart
@@ -35,12 +35,11 @@ struct Queries {
 // Buffers for pages, all that fit. A buffer is always the same consumer's. A wait tells only two rounds of a barrier
 // apart: a consumer that came to a buffer while another had yet to take the round before would read too early.
 constexpr i32 STAGES =
-    (SHARED_BYTES - 1024 - 16 - static_cast<i32>(sizeof(Queries))) / (PAGE + 24) / CONSUMERS * CONSUMERS;
+    (SHARED_BYTES - 1024 - static_cast<i32>(sizeof(Queries))) / (ROOM + 20) / CONSUMERS * CONSUMERS;
 
 struct Shared {
-  u8 keys[STAGES][VALUES];
+  u8 page[STAGES][ROOM];  // rows of 128 bytes, as rows_of_128_bytes wants them: the keys, then two of scales
   Queries queries;
-  __align__(16) float scale[STAGES][BLOCK];
   u64 full[STAGES], empty[STAGES];
   float bias[STAGES];  // NaN where there was no page to read, else 0
 };
@@ -81,10 +80,7 @@ GK_DEVICE void load_pages(Shared& shared, const Call& call, const TileMap& tiles
           barrier_arrive(full);
         } else {
           barrier_arrive_for(full, PAGE);
-          const u8* from = call.pages + page * call.page_stride;
-          if (BY_REGISTERS) bulk_copy_once(shared.keys[place.at], from, VALUES, full);
-          else tile_copy_once(shared.keys[place.at], tiles, page, full);
-          bulk_copy_once(shared.scale[place.at], from + VALUES, SCALES, full);
+          tile_copy_once(shared.page[place.at], tiles, page, full);
         }
       }
       place.advance(1, STAGES);
@@ -94,9 +90,7 @@ GK_DEVICE void load_pages(Shared& shared, const Call& call, const TileMap& tiles
   }
 }
 
-// Queries of a group, as rows_of_128_bytes wants them. For keys in registers chunk c of a head's row holds words c % 4 of
-// the chunks 4 * (c / 4) .. + 3 of memory: a lane that reads whole chunks of a page then has the fragment of
-// product_start, since both operands are permuted alike.
+// Queries of a group, as rows_of_128_bytes wants them.
 GK_DEVICE void lay_out_queries(u8* to, const u8* q, i32 chunks, i32 thread) {
   constexpr i32 BATCH = 6;
   for (i32 first = thread; first < chunks; first += BATCH * LOADERS) {
@@ -108,12 +102,7 @@ GK_DEVICE void lay_out_queries(u8* to, const u8* q, i32 chunks, i32 thread) {
     for (i32 i = 0; i < BATCH; ++i) {
       const i32 chunk = (first + i * LOADERS) % 8, head = (first + i * LOADERS) / 8;
       if (first + i * LOADERS >= chunks) break;
-      u8* row = to + head * DIM;
-      if (!BY_REGISTERS) *reinterpret_cast<uint4*>(row + (chunk ^ head % 8) * 16) = loaded[i];
-      const u32 words[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
-#pragma unroll
-      for (i32 j = 0; BY_REGISTERS && j < 4; ++j)
-        *reinterpret_cast<u32*>(row + ((chunk / 4 * 4 + j) ^ head % 8) * 16 + chunk % 4 * 4) = words[j];
+      *reinterpret_cast<uint4*>(to + head * DIM + (chunk ^ head % 8) * 16) = loaded[i];
     }
   }
 }
@@ -143,22 +132,6 @@ GK_DEVICE void load_queries(Queries& queries, const Call& call, const QueryToken
     place.advance(1, 2);
     left -= count;
     range.token = group.first + group.size;
-  }
-}
-
-// The fragment of this thread's rows, `row` and `row` + 8 of a page. Neighbouring rows read their halves in opposite
-// order: eight lanes then touch every bank once.
-GK_DEVICE void load_keys(const u8* page, i32 row, u32 (&keys)[16]) {
-  const i32 odd = row & 1, first = (lane_index() % 4 + 4 * odd) * 16;
-#pragma unroll
-  for (i32 r = 0; r < 2; ++r) {
-    const u8* from = page + (row + 8 * r) * DIM;
-    const uint4 a = *reinterpret_cast<const uint4*>(from + first);
-    const uint4 b = *reinterpret_cast<const uint4*>(from + (first ^ 64));
-    keys[r + 0] = odd ? b.x : a.x, keys[r + 2] = odd ? b.y : a.y;
-    keys[r + 4] = odd ? b.z : a.z, keys[r + 6] = odd ? b.w : a.w;
-    keys[r + 8] = odd ? a.x : b.x, keys[r + 10] = odd ? a.y : b.y;
-    keys[r + 12] = odd ? a.z : b.z, keys[r + 14] = odd ? a.w : b.w;
   }
 }
 
@@ -251,11 +224,16 @@ GK_DEVICE float score_pair(const Task& task, i32 token, u64 keys) {
   return add_lanes(sums[0], sums[1]);
 }
 
-// Keys of a page, for score_pair.
-GK_DEVICE void take_keys(const u8* page, i32 row, u32 (&keys)[16]) { load_keys(page, row, keys); }
-GK_DEVICE void take_keys(const u8* page, i32, u64& keys) { keys = rows_of_128_bytes(page); }
+// Keys of a page, for score_pair: a fragment of this warp's 16 rows, or where they are.
+GK_DEVICE void take_keys(const u8* page, u32 (&keys)[16]) {
+  const i32 lane = lane_index();
+  const u8* row = page + (warp_index() % 4 * 16 + lane % 16) * DIM;
+#pragma unroll
+  for (i32 step = 0; step < 4; ++step) load_matrices(keys + 4 * step, row + ((2 * step + lane / 16) ^ lane % 8) * 16);
+}
+GK_DEVICE void take_keys(const u8* page, u64& keys) { keys = rows_of_128_bytes(page); }
 
-template <bool HOW>
+template <bool>
 struct KeysOf {
   u32 keys[16];
 };
@@ -264,10 +242,15 @@ struct KeysOf<false> {
   u64 keys;
 };
 
+GK_DEVICE float scale_of(const u8* page, i32 row) {
+  const i32 chunk = row % 32 / 4 ^ row / 32;  // the scales are the page's rows 64 and 65
+  return *reinterpret_cast<const float*>(page + VALUES + row / 32 * DIM + chunk * 16 + row % 4 * 4);
+}
+
 // A warpgroup: every CONSUMERS-th page of the range.
 GK_DEVICE void consume(Shared& shared, const Call& call, i32 pages, i32 consumer) {
   constexpr i32 PAIRS = (GROUP + 1) / 2;
-  const i32 row = threadIdx.x % 128 / WARP * 16 + lane_index() / 4, my_row = row + lane_index() % 2 * 8;
+  const i32 my_row = threadIdx.x % 128 / WARP * 16 + lane_index() / 4 + lane_index() % 2 * 8;
   const i32 my_token = lane_index() % 4 / 2;
   Place place = {consumer, 0}, query = {0, 0};
   const auto free_buffer = [&] {
@@ -290,8 +273,8 @@ GK_DEVICE void consume(Shared& shared, const Call& call, i32 pages, i32 consumer
     for (base += assignment.pages; i < base; i += CONSUMERS, position += CONSUMERS * BLOCK) {
       barrier_wait(&shared.full[place.at], place.parity);
       KeysOf<BY_REGISTERS> page;
-      take_keys(shared.keys[place.at], row, page.keys);
-      const float scale = shared.scale[place.at][my_row], bias = shared.bias[place.at];
+      take_keys(shared.page[place.at], page.keys);
+      const float scale = scale_of(shared.page[place.at], my_row), bias = shared.bias[place.at];
       if (BY_REGISTERS) free_buffer();
 #pragma unroll
       for (i32 pair = 0; pair < PAIRS; ++pair) {

@@ -2,13 +2,12 @@
 //         is read once for up to GROUP query tokens of a batch row, and scored by the tensor cores of sm_90a
 // reads   q e4m3 [tokens, HEADS, 128]; weights f32 [tokens, HEADS]; pages u8, page_stride bytes apart; q, pages and
 //         page_stride are multiples of 16; page_table i32 [rows, table_width], rows table_stride apart;
-//         token_rows, context_lens i32 [tokens]; tiles: the first 64 rows of 128 bytes of each page
+//         token_rows, context_lens i32 [tokens]; tiles: the pages as rows of 128 bytes
 // writes  out [tokens, width] of dtype OUTPUT, rows out_stride apart, at positions below the token's context_len only.
 //         A position without a page in the pool scores NaN, which top-k ranks lowest.
 // launch  grid: as many CTAs as run at once, or fewer; 512 threads, SHARED_BYTES bytes of dynamic shared memory; at
 //         most 32,768 tokens, and fewer than 2^31 pages for all groups of up to GROUP tokens, see query_groups.cuh.
-//         GROUP, a power of two up to 8, changes the speed, and from 4 on the order in which
-//         a product is summed
+//         GROUP, a power of two up to 8, changes the speed only
 // variant: HEADS=64 GROUP=1 OUTPUT=0 SHARED_BYTES=231424
 // variant: HEADS=64 GROUP=1 OUTPUT=1 SHARED_BYTES=231424
 // variant: HEADS=64 GROUP=2 OUTPUT=0 SHARED_BYTES=231424

@@ -34,7 +34,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     device = places.enter(request.param, monkeypatch)
     if request.param == "host":
         monkeypatch.setattr(index_k, "has_wgmma", lambda _: True)
-        monkeypatch.setattr(index_k, "_key_tiles", lambda _: TileMap())
+        monkeypatch.setattr(index_k, "_page_tiles", lambda _: TileMap())
     return device
 
 
