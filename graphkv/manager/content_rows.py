@@ -217,8 +217,8 @@ class ContentRows(Capacity):
     def index_commits(self, most: int | None = None) -> None:
         """Enter what was committed into the tree of content. Every verb that looks at content does so first.
 
-        Call it where the host has time, such as after a step was launched, so that those verbs find little to do. `most`
-        bounds the rows of such a call: all rows of a batch may have filled a block in the same step.
+        Call it where the host has time, such as after a step was launched, so that those verbs find little to do.
+        `most` bounds the rows of such a call: all rows of a batch may have filled a block in the same step.
         """
         room = sys.maxsize if most is None else most
         while self._unindexed and room:
