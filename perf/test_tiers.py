@@ -110,7 +110,7 @@ def test_layers(benchmark: Any, direction: str) -> None:
                 for layer in range(pool.page_scale):
                     ends = part[n, layer].data_ptr(), pool.blocks[n + 1, layer].data_ptr()
                     target, source = ends if direction == "offload" else ends[::-1]
-                    world.device.copy(target, source, pool.layout.page_bytes, stream.cuda_stream)
+                    world.device.copy_all([target], [source], [pool.layout.page_bytes], stream.cuda_stream)
         stream.synchronize()
 
     measure(benchmark, move, blocks * world.unit.num_bytes, figure="layers", direction=direction)
@@ -127,9 +127,9 @@ def test_plain(benchmark: Any, direction: str) -> None:
 
     def move() -> None:
         if direction != "onload":
-            world.device.copy(host.data_ptr(), there[0].data_ptr(), size, streams[0].cuda_stream)
+            world.device.copy_all([host.data_ptr()], [there[0].data_ptr()], [size], streams[0].cuda_stream)
         if direction != "offload":
-            world.device.copy(there[1].data_ptr(), host[size:].data_ptr(), size, streams[1].cuda_stream)
+            world.device.copy_all([there[1].data_ptr()], [host[size:].data_ptr()], [size], streams[1].cuda_stream)
         torch.cuda.synchronize()
 
     measure(benchmark, move, world.num_bytes(direction), figure="plain", direction=direction)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,8 @@ from graphkv.sequence import Batch, Chunk
 from graphkv.tiers.copies import BlockCopies, independent_moves
 from graphkv.transfer import CopyJob
 
+_INDEXED_A_STEP = 64
+"""Rows, at most, whose full blocks become findable behind one launch: all rows of a batch may fill one at once."""
 _PATIENCE_S = 1.0  # for copies to host memory, which take milliseconds
 _NAP = 0.0001
 
@@ -48,7 +51,9 @@ class Submitter:
         self._copies, self._device = copies, device
         self._next_n, self._block_size = shape.next_n, copies.block_size
         # The last steps' blocks become findable; and with colder tiers, a look at what moves between them.
-        self._meanwhile = manager.poll if manager.has_colder_tiers else manager.index_commits
+        self._meanwhile: Callable[[], None] = partial(manager.index_commits, _INDEXED_A_STEP)
+        if manager.has_colder_tiers:
+            self._meanwhile = manager.poll
         # What the steps in flight may add to the journal when they retire.
         self._edits_apart = 2 * manager.max_rows + 2 * shape.chunk_blocks
 
