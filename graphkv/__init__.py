@@ -12,6 +12,7 @@ from graphkv.errors import (
     GraphKVError,
     InvalidValue,
     KernelCompileError,
+    NotReady,
     OutOfBlocks,
     OutOfMemory,
     OutOfRows,
@@ -34,6 +35,7 @@ from graphkv.sizing import CacheSize
 from graphkv.stats import RuntimeStats
 from graphkv.step import StepContext, StepModel, StepOutput
 from graphkv.tiers.disk import DiskTier
+from graphkv.tiers.hierarchy import TierOptions
 from graphkv.tiers.host import HostTier
 from graphkv.tiers.mover import TierMover
 from graphkv.window import Window
@@ -60,6 +62,7 @@ __all__ = [
     "LayerSpec",
     "ManagerStats",
     "ManagerV2",
+    "NotReady",
     "OutOfBlocks",
     "OutOfMemory",
     "OutOfRows",
@@ -80,6 +83,7 @@ __all__ = [
     "StepOutput",
     "StepResult",
     "TierMover",
+    "TierOptions",
     "TransferTimeout",
     "UnsupportedCombination",
     "V1Runner",

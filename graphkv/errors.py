@@ -54,6 +54,19 @@ class OutOfRows(GraphKVError):
         )
 
 
+class NotReady(GraphKVError):
+    """A sequence whose blocks are not all on the device was named where they must be. Nothing changed.
+
+    Attributes:
+        state: what it is: loading, suspending or suspended.
+    """
+
+    def __init__(self, what: str, state: str) -> None:
+        self.state = str(state)
+        way_out = "resume it first" if self.state == "suspended" else "leave it out until poll() or wait_ready() saw it"
+        super().__init__(f"{what} is {self.state}, and only a ready sequence can be used; {way_out}")
+
+
 class StaleFrame(GraphKVError):
     """The latch found another step's packet, or a torn one, in the frame; the step wrote nothing.
 

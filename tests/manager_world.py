@@ -63,7 +63,7 @@ class World:
             prefix_caching=prefix_caching,
             event_capacity=100_000,
         )
-        self.tiers, self.block_size = tiers, block_size
+        self.tiers, self.block_size, self.num_blocks = tiers, block_size, num_blocks
         self.sequences: dict[int, ModelSequence] = {}
         self.step = 0
         # Of unretired steps: (sequence, tokens fed before, credited, accepted), and the owner of each (group, block)
@@ -281,6 +281,24 @@ class World:
         evicted = self.manager.evict(rng.choice([None, 1, 2, 4, 8]))
         assert self.manager.stats().blocks_free == free + evicted
 
+    def resize(self, rng: Random) -> None:
+        """The device gets more blocks, or fewer where nobody is in the way."""
+        target, blocks = rng.randint(5, self.num_blocks + 6), self.manager.blocks
+        before = self.snapshot()
+        if in_the_way := self.manager.vacate(target):
+            assert self.snapshot() == before
+            self.count("resize: in the way")
+            assert isinstance(self.attempt("resize", target), InvalidValue)
+            return
+        assert in_the_way == 0
+        if target < blocks.num_blocks:
+            self.count("shrink")
+            for block in range(target, blocks.num_blocks):
+                assert all(block not in touched for touched in self.touched.values())
+                self.memory.slots.pop((0, block), None)
+        self.manager.resize(target)
+        assert self.manager.stats().blocks_total == target - 1
+
     def prefetch(self, rng: Random) -> None:
         if self.manager.prefetch([0] * rng.randint(2, 10), rng.choice(SCOPES)):
             self.count("prefetch")
@@ -394,6 +412,7 @@ class World:
         "resume": 3,
         "close": 5,
         "evict": 1,
+        "resize": 1,
         "prefetch": 2,
         "transfer_ends": 6,
         "poll": 5,

@@ -52,7 +52,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def resume(self, rng: Random) -> None:
         self.world.resume(rng)
 
-    @rule(rng=RNG, operation=st.sampled_from(["evict", "prefetch", "poll", "idle_step"]))
+    @rule(rng=RNG, operation=st.sampled_from(["evict", "resize", "prefetch", "poll", "idle_step"]))
     def whenever(self, rng: Random, operation: str) -> None:
         getattr(self.world, operation)(rng)
 
@@ -96,7 +96,16 @@ def test_soak(tiers: tuple[int, ...]) -> None:
         world.end()
         for what, count in world.counts.items():
             reached[what] = reached.get(what, 0) + count
-    wanted = {"match", "copy", "extend: OutOfBlocks", "fork", "rewind", "rewind: OutOfBlocks"}
+    wanted = {
+        "resize: in the way",
+        "shrink",
+        "match",
+        "copy",
+        "extend: OutOfBlocks",
+        "fork",
+        "rewind",
+        "rewind: OutOfBlocks",
+    }
     if tiers:
         wanted |= {"resume", "match in a colder tier", "prefetch", "transfer 0 to 1 failed", "close a suspending row"}
         wanted |= {"close a loading row", "close a suspended row", "transfer 1 to 0"}

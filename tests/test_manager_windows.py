@@ -237,6 +237,22 @@ def test_stale_blocks_wait_while_the_journal_is_full() -> None:
     manager.check()
 
 
+def test_rows_that_are_indexed_later_keep_their_stale_blocks_until_then() -> None:
+    """So that these become findable before they are given up, in whatever portions the commits are entered."""
+    manager = make(prefix_caching=True)
+    rows = np.array([manager.open(tokens=prompt(100) + start) for start in (0, 1000)], np.int32)
+    manager.claim(rows, 100)
+    manager.submitted = 1
+    manager.commit(rows, 100)
+    manager.retire(1)
+    manager.index_commits(1)
+    assert [held(manager, row) for row in rows.tolist()] == [[4, 5, 6], list(range(7))]
+    manager.index_commits(1)
+    assert [held(manager, row) for row in rows.tolist()] == [[4, 5, 6]] * 2
+    assert manager.windows[0].blocks.counts().cached == 8, "4 of each"
+    manager.check()
+
+
 def test_commits_of_steps_that_have_not_retired_wait_for_them() -> None:
     manager = make()
     row = manager.open()

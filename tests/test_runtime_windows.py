@@ -11,11 +11,13 @@ from probe import ProbeModel
 from test_cases_runtime import allocations, stall
 from window_world import FULL, W20, W32, Shadow, config_of
 
+from graphkv.device import Device
 from graphkv.errors import InvalidValue, OutOfBlocks, StaleFrame, UnsupportedCombination
 from graphkv.manager.windowed import WindowedManager
 from graphkv.runtime import DecodeRuntime
 from graphkv.sequence import Batch
 from graphkv.step import StepContext, StepOutput
+from graphkv.tiers.hierarchy import TierOptions
 from graphkv.tiers.mover import TierMover
 
 
@@ -226,6 +228,35 @@ def test_bad_sizes_are_refused(options: dict[str, Any], says: str) -> None:
 def test_window_blocks_without_windows_are_refused() -> None:
     with pytest.raises(InvalidValue, match="for layers with a window, and there is none"):
         Shadow("cpu", config_of((FULL,), ()), window_blocks=[5])
+
+
+def echo(step: StepContext) -> StepOutput:
+    return StepOutput(step.metadata.token_ids[step.metadata.query_start[1:].long() - 1].view(step.rows, 1))
+
+
+def test_colder_tiers_are_refused_before_anything_is_built() -> None:
+    device = Device.of("cpu")
+    options: Any = {"max_rows": 2, "max_seq_len": 60, "num_blocks": 10, "tiers": TierOptions(host_blocks=4)}
+    with pytest.raises(UnsupportedCombination, match=r"a layer with a `window` and `offload=True` cannot go together"):
+        DecodeRuntime(config_of(draft=()), echo, device=device, **options)
+    assert device.ledger.allocations == 0
+
+
+def test_what_grows_is_the_group_without_a_window(device: torch.device) -> None:
+    options: Any = {"max_rows": 2, "max_seq_len": 200, "num_blocks": 5, "max_num_blocks": 30, "window_blocks": [12, 14]}
+    runtime = DecodeRuntime(config_of(draft=()), echo, device=device, self_check=True, **options)
+    a = runtime.open(np.arange(150))
+    with pytest.raises(OutOfBlocks, match=r"^10 more blocks needed, 4 free"):
+        runtime.prefill([a])
+    runtime.grow(12)
+    runtime.prefill([a])
+    for _ in range(12):
+        runtime.step([a])
+    runtime.retire()
+    assert [pool.num_blocks for pool in runtime.pools] == [12, 12, 12, 14]
+    runtime.close(a)
+    runtime.shrink(5)
+    runtime.check()
 
 
 def test_a_mover_of_pools_with_windows_is_refused() -> None:

@@ -50,9 +50,10 @@ class Shadow:
         self.length: dict[int, int] = {}
         self.counted: dict[int, int] = {}  # context of a row's last query token of the last decode step
         self.decoding = False
-        self._claim, self._copy = self.manager.claim, self.runtime._copy
+        submitter = self.runtime._submitter
+        self._claim, self._copy = self.manager.claim, submitter.copy
         self.manager.claim = self._claimed  # type: ignore[method-assign]
-        self.runtime._copy = self._copied  # type: ignore[method-assign]
+        submitter.copy = self._copied  # type: ignore[method-assign]
 
     def _claimed(self, rows: np.ndarray, n: Any) -> int:
         added = self._claim(rows, n)

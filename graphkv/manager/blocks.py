@@ -10,7 +10,7 @@ to date.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from graphkv.errors import InvalidValue, OutOfBlocks
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 _ONE = np.array(1, np.int32)
+_T = TypeVar("_T", bound=np.generic)
 
 
 class BlockCounts(NamedTuple):
@@ -180,6 +181,26 @@ class BlockAllocator:
                 self._num_retiring -= ids.size
                 self._push(ids)
 
+    def busy_from(self, first: int) -> Index:
+        """The ids from `first` on that are not free, ascending."""
+        idle = np.zeros(self.num_blocks, np.bool_)
+        idle[self._stack[: self._free]] = True
+        busy: Index = first + np.flatnonzero(~idle[first:])
+        return busy
+
+    def resize(self, num_blocks: int) -> None:
+        """Own the ids `1 .. num_blocks-1`; those that go must be free. New ones are handed out after the free ones."""
+        if num_blocks < 2 or self.busy_from(num_blocks).size:
+            raise AssertionError(f"{self.busy_from(num_blocks).size} ids from {num_blocks} on are not free")
+        before, free = self.num_blocks, self._stack[: self._free]
+        more = np.arange(num_blocks - 1, before - 1, -1)
+        stack = np.concatenate([more, free[free < num_blocks]])
+        self._free = stack.size
+        self._stack = _resized(stack, num_blocks)
+        self._refs, self._last_step = _resized(self._refs, num_blocks), _resized(self._last_step, num_blocks)
+        self._kept = _resized(self._kept, num_blocks)
+        self.num_blocks = num_blocks
+
     def counts(self) -> BlockCounts:
         """Blocks by state, now."""
         total = self.num_blocks - 1
@@ -228,6 +249,11 @@ class BlockAllocator:
         if checked.size and not 1 <= checked.min() <= checked.max() < self.num_blocks:
             raise AssertionError(f"block ids {checked.min()} .. {checked.max()} leave 1 .. {self.num_blocks - 1}")
         return checked
+
+
+def _resized(array: NDArray[_T], size: int) -> NDArray[_T]:
+    """The first `size` entries, zeros where there were fewer."""
+    return np.concatenate([array[:size], np.zeros(max(0, size - array.size), array.dtype)])
 
 
 class BlockTable:

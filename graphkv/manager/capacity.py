@@ -44,6 +44,7 @@ class Capacity:
         blocks_held: int32 [max_rows]; a row's capacity is `blocks_held * block_size` tokens, never below its length.
         serial: int64 [max_rows], how often the row was opened: tells the sequences of a row apart.
         is_open: bool [max_rows], rows of a sequence.
+        num_groups: layer groups; the device has a table for each.
         is_ready: bool [max_rows], open rows that a step may name: neither suspended nor on their way back.
         on_rewind: called as `listener(row, new_length, ids)` after a rewind, for each row that gave up blocks.
 
@@ -76,6 +77,7 @@ class Capacity:
         self.table = BlockTable(groups * max_rows, max_blocks, edits)
         self.block_table = self.table.ids[:max_rows]
         self.block_size, self.max_rows, self.max_blocks = block_size, max_rows, max_blocks
+        self.num_groups = groups
         self.max_tokens = max_blocks * block_size
         self.length = np.zeros(max_rows, np.int32)
         self.blocks_held = np.zeros(max_rows, np.int32)

@@ -12,11 +12,13 @@ from graphkv.errors import InvalidValue
 class EventKind(StrEnum):
     """What happened.
 
-    CREATED: a tier of `block` slots began. STORED: content became findable in a tier. REMOVED: it is no longer there,
-    nor in a colder tier. MOVED: it left `tier`, but is still in `to_tier`. REWOUND: `row` went back to `length`.
+    CREATED: a tier of `block` slots began. RESIZED: it has `block` slots from now on. STORED: content became findable
+    in a tier. REMOVED: it is no longer there, nor in a colder tier. MOVED: it left `tier`, but is still in `to_tier`.
+    REWOUND: `row` went back to `length`.
     """
 
     CREATED = "created"
+    RESIZED = "resized"
     STORED = "stored"
     REMOVED = "removed"
     MOVED = "moved"

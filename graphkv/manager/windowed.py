@@ -135,7 +135,7 @@ class WindowedManager(ManagerV2):
     def fork(self, row: int) -> int:
         """See `ContentRows.fork`; the child shares what the windows of `row` hold, too."""
         row = int(self._reader.of(np.array([row])).rows[0])
-        self._require_settled(row)
+        self._require_settled(row, self.submitted)
         self.index_commits()
         full, part = divmod(int(self.length[row]), self.block_size)
         for group in self.windows:
@@ -160,6 +160,8 @@ class WindowedManager(ManagerV2):
     def require_prefill(self, rows: ArrayLike, target: ArrayLike, chunk: int) -> None:
         """`OutOfBlocks` unless each group with a window can take its rows to `target` tokens, chunk after chunk.
 
+        It counts a block a row too many where chunks end within blocks.
+
         Args:
             target: int, one for all or one each.
             chunk: most tokens that are fed between two retirements of all steps.
@@ -167,9 +169,11 @@ class WindowedManager(ManagerV2):
         index = self._reader.of(rows).rows
         others = self.is_open.copy()
         others[index] = False
+        targets = np.broadcast_to(np.asarray(target), index.shape)
+        whole = int((-(-targets // self.block_size)).sum())
         for group in self.windows:
-            resting = group.most_held(np.broadcast_to(np.asarray(target), index.shape))
-            needed = int(resting.sum()) + -(-chunk // self.block_size) + index.size
+            moving = -(-chunk // self.block_size) + index.size  # what the chunk under way may hold besides
+            needed = min(whole, int(group.most_held(targets).sum()) + moving)
             counts = group.blocks.counts()
             others_have = min(int(group.num_held(self.blocks_held)[others].sum()), counts.held)
             if needed > counts.total - others_have:
@@ -243,14 +247,21 @@ class WindowedManager(ManagerV2):
         if due.any():
             self._due.append(rows[due])
 
-    def index_commits(self) -> None:
-        """See `ContentRows.index_commits`; then stale blocks are given up, as far as the journal has room."""
-        super().index_commits()
+    def index_commits(self, most: int | None = None) -> None:
+        """See `ContentRows.index_commits`; then stale blocks are given up, as far as the journal has room.
+
+        Rows that are left for a later call keep their stale blocks until then, so that these become findable first.
+        """
+        super().index_commits(most)
         if not self._due:
             return
         rows = self._due[0] if len(self._due) == 1 else np.unique(np.concatenate(self._due))
         rows = rows[self.is_open[rows]]
         self._due = []
+        if self._unindexed:
+            later = np.isin(rows, np.concatenate([commits[0] for commits in self._unindexed]))
+            self._due.append(rows[later])
+            rows = rows[~later]
         if self.prefix_caching:
             for row in rows[self.final[rows] >= self._attach_at[rows]].tolist():
                 self._attach(row)
@@ -282,14 +293,14 @@ class WindowedManager(ManagerV2):
     # copies and looking ---------------------------------------------------------------------------------------------
 
     def take_copies(self, step: int = 0) -> list[CopyJob]:
-        """See `ContentRows.take_copies`; a job's blocks are of its group."""
-        jobs = self._copies
-        self._copies = [job for job in jobs if not job.group]
-        super().take_copies(step)
+        """See `ContentRows.take_copies`; a job's blocks are of its group, and the order is that within each group."""
+        theirs = [job for job in self._copies if job.group]
+        self._copies = [job for job in self._copies if not job.group]
+        jobs = super().take_copies(step)
         for group in self.windows:
-            ids = [slot for job in jobs if job.group == group.number for slot in (job.source, job.target)]
+            ids = [slot for job in theirs if job.group == group.number for slot in (job.source, job.target)]
             group.blocks.release(np.array(ids, np.intp), step)
-        return jobs
+        return jobs + theirs
 
     def copy_references(self, group: int = 0) -> Int32s:
         """int32 [num_blocks], references that copies not yet taken have to blocks of a group."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 import torch
 
@@ -17,7 +18,7 @@ from graphkv.device import Device
 from graphkv.errors import InvalidValue, UnsupportedCombination
 from graphkv.layout import IndexKFormat, LatentFormat, Role, Side
 from graphkv.manager.v1 import ManagerV1
-from graphkv.manager.v2 import ManagerV2
+from graphkv.manager.v2 import ManagerV2, V2Options
 from graphkv.manager.windowed import WindowedManager, build_manager
 from graphkv.metadata import TABLE_COLUMN_MULTIPLE
 from graphkv.selection import refusals
@@ -62,6 +63,7 @@ def create_cache_manager(
     device: DeviceFacts | Device | torch.device | str = "auto",
     window_blocks: Sequence[int] | None = None,
     rewind_room: int = 0,
+    **options: Unpack[V2Options],
 ) -> ManagerV1 | ManagerV2:
     """The manager that the caller names, if it can do what the caller requires of it. Builds no pools.
 
@@ -77,6 +79,7 @@ def create_cache_manager(
         window_blocks: blocks of the pools of each layer group with a window; by default what `max_rows` decoding rows
             need, and room for a prefill of 512 tokens a step.
         rewind_room: see `WindowedManager`.
+        options: of `ManagerV2`, such as its colder tiers, their mover and events.
 
     Raises:
         UnsupportedCombination: two options cannot go together; names both and a way out.
@@ -92,23 +95,32 @@ def create_cache_manager(
     facts = device if isinstance(device, DeviceFacts) else DeviceFacts.of(Device.of(device))
     needs = Requirements() if requirements is None else requirements
     v2 = use_kv_cache_manager_v2
-    check_setting(Setting(config=config, use_v2=v2, next_n=next_n, requirements=needs, device=facts))
+    setting = Setting(config=config, use_v2=v2, next_n=next_n, requirements=needs, device=facts)
+    check_setting(setting)
     columns = -(-(max_seq_len + next_n) // config.block_size)
     max_blocks = -(-columns // TABLE_COLUMN_MULTIPLE) * TABLE_COLUMN_MULTIPLE
-    if not v2:
-        return ManagerV1(num_blocks=num_blocks, block_size=config.block_size, max_rows=max_rows, max_blocks=max_blocks)
-    load = GroupLoad(
-        rows=max_rows, longest=max_seq_len, next_n=next_n, prefill_chunk=_PREFILL_CHUNK, rewind_room=rewind_room
-    )
-    return build_manager(
-        [window for window in config.groups if window is not None],
-        choose_blocks(config, num_blocks, None, window_blocks, load)[1:],
-        rewind_room,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_rows=max_rows,
-        max_blocks=max_blocks,
-    )
+    size = config.block_size
+    if v2:
+        options.setdefault("whole_copies", setting.splits_scales)
+        load = GroupLoad(
+            rows=max_rows, longest=max_seq_len, next_n=next_n, prefill_chunk=_PREFILL_CHUNK, rewind_room=rewind_room
+        )
+        return build_manager(
+            [window for window in config.groups if window is not None],
+            choose_blocks(config, num_blocks, None, window_blocks, load)[1:],
+            rewind_room,
+            num_blocks=num_blocks,
+            block_size=size,
+            max_rows=max_rows,
+            max_blocks=max_blocks,
+            **options,
+        )
+    if options:
+        raise UnsupportedCombination(
+            f"{_V1} and {', '.join(f'`{name}`' for name in options)} cannot go together: V1 has no such option; "
+            f"{_USE_V2}, or leave it out"
+        )
+    return ManagerV1(num_blocks=num_blocks, block_size=size, max_rows=max_rows, max_blocks=max_blocks)
 
 
 def check_setting(setting: Setting) -> None:
@@ -323,13 +335,6 @@ COMBINATIONS: tuple[Combination, ...] = (
             ("latent_page_size", Role.LATENT, Requirements(latent_page_size=48)),
         )
     ),
-    Combination(
-        "`index_page_size` below `block_size`, quantised `index_k`",
-        "`partial_hit=True` or `fork=True`",
-        "set `block_size` to the page size, or do without both",
-        _example(Requirements(index_page_size=32, fork=True)),
-        refusals.partly_copied,
-    ),
     *(Combination(_V2, f"`{name}=True`", note, _example(_asking(name))) for name, note in _OF_V2.items()),
     *(
         Combination(
@@ -375,6 +380,12 @@ COMBINATIONS: tuple[Combination, ...] = (
         "drafts (`next_n` above 1 or `draft_layers`)",
         "it must listen to `manager.on_rewind`",
         replace(_example(Requirements(connector=Connector(name="a whole store"))), config=_DRAFTING, next_n=3),
+    ),
+    Combination(
+        "`index_page_size` below `block_size`, quantised `index_k`",
+        "`partial_hit=True` or `fork=True`",
+        "a block is copied whole where a part of it is wanted, since its scales stand behind each page",
+        _example(Requirements(index_page_size=32, partial_hit=True, fork=True)),
     ),
     Combination(
         '`index_scorer="deepgemm"` on Hopper',

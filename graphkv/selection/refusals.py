@@ -151,15 +151,5 @@ def undivided(role: Role) -> Refusal:
     return refusal
 
 
-def partly_copied(setting: Setting) -> str | None:
-    """Blocks would be copied in part, by the layout of whole pages, though index K is written in smaller ones."""
-    needs, size = setting.requirements, setting.page_size(Role.INDEX_K)
-    if not (needs.partial_hit or needs.fork) or size == setting.config.block_size:
-        return None
-    if not setting.config.page_layout(Role.INDEX_K).scale_bytes:
-        return None
-    return f"a copy of some tokens of a block would not find their scales in index_k pages of {size} tokens"
-
-
 def _one_of(values: Iterable[object]) -> str:
     return " or ".join(map(str, values))
