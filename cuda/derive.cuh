@@ -1,5 +1,5 @@
-// The live set of one side and layer group, and how one batch row of it is derived from the device-resident table and lengths.
-// Mirrored by graphkv.metadata (LiveSetStruct) and, in NumPy, by graphkv.latch: change all three together.
+// The live set of one side and layer group, and how a batch row of it is derived from the device-resident table and
+// lengths. Mirrored by graphkv.metadata (LiveSetStruct) and, in NumPy, by graphkv.latch: change all three together.
 #pragma once
 #include "common.cuh"
 

@@ -9,8 +9,8 @@ using namespace gk;
 constexpr i32 THREADS = 256;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    window_slots(const i32* context_lens, const i32* page_table, i64 table_stride, i32 table_width, const i32* token_rows,
-                 i32 block_size, i32 window, i32 sinks, i32 k, i32* out_slot) {
+    window_slots(const i32* context_lens, const i32* page_table, i64 table_stride, i32 table_width,
+                 const i32* token_rows, i32 block_size, i32 window, i32 sinks, i32 k, i32* out_slot) {
   const i64 token = blockIdx.x;
   const i32 length = context_lens[token];
   const i32 start = length > window ? length - window : 0;  // of the window
