@@ -116,6 +116,26 @@ def test_case_F2_the_same_ids_with_other_content_never_match() -> None:
     assert manager.probe_match(ids(0, 10), contents=image) == 0, "no partial reuse where ids do not tell all"
 
 
+@pytest.mark.parametrize(
+    ("known", "back_off", "cached"), [(32, 3, 29), (40, 3, 37), (2, 3, 0), (16, 16, 0), (35, 1, 34)]
+)
+def test_a_match_gives_up_the_tokens_that_drafts_read_ahead(known: int, back_off: int, cached: int) -> None:
+    """What a draft side holds for the last tokens of a match was computed from tokens behind it."""
+    manager = make(match_back_off=back_off)
+    first = fill(manager, ids(0, 48))
+    prompt = np.append(ids(0, known), ids(500, 520))
+    assert manager.probe_match(prompt) == cached
+    row = manager.open(tokens=prompt)
+    assert manager.length[row] == manager.cached_tokens[row] == cached
+    assert blocks(manager, row)[: cached // B] == blocks(manager, first)[: cached // B]
+    copies = manager.take_copies()
+    assert [job.tokens for job in copies] == ([cached % B] if cached % B else [])
+    assert all(job.source == blocks(manager, first)[cached // B] for job in copies)
+    manager.check()
+    with pytest.raises(InvalidValue, match="match_back_off must be 0 or more tokens, got -1"):
+        make(match_back_off=-1)
+
+
 def test_partial_reuse_finds_the_best_of_many_siblings() -> None:
     manager = make(num_blocks=80)
     for i in range(50):
