@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,53 @@ def test_without_room_for_a_cold_match_its_tokens_are_computed_again_and_counted
     shadow.close(b)
     shadow.prefill([a])
     assert runtime.manager.stats().tokens_missed == 48
+    shadow.check()
+
+
+def fill_and_leave(runtime: DecodeRuntime, shadow: TierShadow, request: int, length: int) -> None:
+    """The full blocks of a prompt are cached."""
+    sequence = run(shadow, request, length, steps=0)
+    runtime.retire()
+    shadow.close(sequence)
+    assert runtime.manager.stats().blocks_cached >= length // 16
+
+
+def test_a_prefill_that_begins_also_ends(device: torch.device) -> None:
+    """Between its chunks no cached block is held for a copy that nobody asked for."""
+    runtime, shadow = tier_runtime(device, HOST, num_blocks=8, prefill_chunk=16)
+    shadow.mover.late = True
+    fill_and_leave(runtime, shadow, 1, 100)
+    a = run(shadow, 2, 100, steps=0)
+    assert not shadow.mover.held
+    shadow.step([a])
+    shadow.check()
+
+
+def test_a_step_waits_for_copies_that_nobody_asked_for(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, shadow = tier_runtime(device, HOST, num_blocks=8)
+    shadow.mover.late = True
+    fill_and_leave(runtime, shadow, 1, 64)
+    a = run(shadow, 2, 48, steps=0)
+    runtime.poll()
+    assert sum(map(len, shadow.mover.held.values())) == 4
+    monkeypatch.setattr(time, "sleep", lambda _: shadow.mover.release_all())
+    shadow.step([a])  # needs a block
+    assert not shadow.mover.held
+    shadow.check()
+
+
+def test_a_step_does_not_wait_for_a_suspension(device: torch.device) -> None:
+    runtime, shadow = tier_runtime(device, HOST, num_blocks=8, prefix_caching=False)
+    shadow.mover.late = True
+    a, b = run(shadow, 2, 48, steps=0), run(shadow, 1, 64, steps=0)
+    runtime.suspend(b)
+    begun = time.monotonic()
+    with pytest.raises(OutOfBlocks, match="1 more blocks needed, 0 free"):
+        shadow.step([a])
+    assert time.monotonic() - begun < 0.5
+    shadow.mover.release_all()
+    shadow.step([a])  # looks, and finds room
+    assert b.state == RowState.SUSPENDED
     shadow.check()
 
 

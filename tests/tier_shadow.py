@@ -19,6 +19,7 @@ from watched_mover import WatchedMover
 from graphkv.layout import Role, Side
 from graphkv.manager.prefix import EVERYONE, Scope
 from graphkv.runtime import DecodeRuntime
+from graphkv.sequence import Chunk
 from graphkv.sequence import Sequence as Running
 from graphkv.tiers.hierarchy import TierOptions
 from graphkv.transfer import DEVICE, CopyJob
@@ -58,6 +59,7 @@ class TierShadow:
             self.mover = WatchedMover(runtime.tiers.mover, self._began, self._failed, late)
             runtime.manager._tiering._mover = self.mover
         self._copy, runtime._submitter.copy = runtime._submitter.copy, self._copied
+        self._feed, runtime._submitter.prefill = runtime._submitter.prefill, self._fed
 
     # bytes ----------------------------------------------------------------------------------------------------------
 
@@ -90,6 +92,13 @@ class TierShadow:
             for pool in self.images:
                 count = pool.shape[2] // self.size * job.tokens
                 pool[job.target, :, :count] = pool[job.source, :, :count]
+
+    def _fed(self, chunk: Chunk) -> int:
+        """Noted chunk by chunk: by the next one, a block may have been given up for an equal one."""
+        step = self._feed(chunk)
+        for sequence, begin, count in zip(chunk.batch, chunk.begins.tolist(), chunk.counts.tolist(), strict=True):
+            self._wrote(sequence, begin, begin + count, (Side.TARGET,))
+        return step
 
     def _records(self, tokens: np.ndarray[Any, Any], begin: int, layer: int, role: Role) -> np.ndarray[Any, Any]:
         """u8 [n, bytes]: what a step writes for tokens from position `begin` on."""
@@ -131,9 +140,7 @@ class TierShadow:
         step = self.runtime.prefill(batch)
         for sequence in batch:
             known = self.sequences[sequence]
-            begin = sequence.cached_tokens if known.fed is None else known.fed
             known.fed = len(known.tokens)
-            self._wrote(sequence, begin, known.fed, (Side.TARGET,))
             known.tokens.append(known.tokens[-1] + 1)
         return step
 
@@ -188,6 +195,9 @@ class TierShadow:
             assert not bad.size, f"{len(bad)} bytes differ, first at block, page, byte {bad[0].tolist()}"
 
     def check_reads(self, sequence: Running) -> None:
+        """A sequence reads its own tokens, once the copies that its next step waits for were made."""
+        if self.runtime.manager.copies_pending:
+            return
         known = self.sequences[sequence]
         blocks, offsets = self._places(sequence, 0, known.fed)
         for layer, role, pool in self._layers(Side.TARGET):

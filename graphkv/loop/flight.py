@@ -47,6 +47,8 @@ class Flight:
         self._results: OrderedDict[int, StepResult] = OrderedDict()
         self._stale: StaleFrame | None = None
         self.era = object()
+        manager.submitted = engine.submitted
+        manager.retire(engine.retired)  # the steps of the warm-up
 
     def changed(self) -> None:
         """A batch that was fit to step may be so no more."""
