@@ -37,7 +37,7 @@ class RuntimeWorld:
         submit._PATIENCE_S = 0.0  # nothing ends by itself here
         self.folder = tempfile.TemporaryDirectory()
         disk = {"disk_folder": self.folder.name, "disk_bytes": 16 * 16384} if colder > 1 else {}
-        tiers = TierOptions(host_blocks=10, **disk) if colder else None
+        tiers = TierOptions(host_blocks=10 if colder == 1 else 6, **disk) if colder else None
         self.runtime, self.shadow = tier_runtime(
             device, tiers, late=True, num_blocks=FIRST, max_num_blocks=MOST, mode=mode, event_capacity=100
         )
@@ -222,12 +222,12 @@ class RuntimeWorld:
         "suspend": 4,
         "resume": 5,
         "prefetch": 1,
-        "evict": 2,
+        "evict": 4,
         "close": 5,
         "resize": 2,
         "retire": 3,
         "poll": 3,
-        "transfer_ends": 9,
+        "transfer_ends": 16,
     }
 
     def soak(self, rng: Random, operations: int) -> Iterator[str]:
