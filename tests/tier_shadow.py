@@ -213,6 +213,6 @@ def tier_runtime(
 ) -> tuple[DecodeRuntime, TierShadow]:
     """A small runtime around a ProbeModel, with its shadow."""
     config = probe_config(draft=draft)
-    sizes = {"max_rows": 4, "max_seq_len": 112, "num_blocks": 24, "prefill_chunk": 48, "self_check": True} | options
+    sizes = {"max_rows": 4, "max_seq_len": 112, "num_blocks": 24, "prefill_chunk": 48} | options
     runtime = DecodeRuntime(config, ProbeModel(config, 512, device), device=device, tiers=tiers, **sizes)
     return runtime, TierShadow(runtime, late=late)
