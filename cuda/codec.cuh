@@ -38,14 +38,14 @@ GK_DEVICE u16 encode_bf16(float x) {
 
 // ---- e4m3: sign, 4 exponent bits of bias 7, 3 mantissa bits; 448 is the largest, 0x7f NaN, there is no infinity
 
-// To nearest even, saturating at 448; NaN is 0x7f.
+// To nearest even, saturating at 448; a NaN of either sign is 0x7f.
 GK_DEVICE u8 encode_e4m3(float x) {
-  if (is_nan(x)) return 0x7f;
 #ifdef GK_PTX_E4M3
   u16 pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
   return static_cast<u8>(pair);
 #else
+  if (is_nan(x)) return 0x7f;
   const u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80;
   u32 magnitude = bits & 0x7fffffff;
   if (magnitude >= 0x43e00000) return static_cast<u8>(sign | 0x7e);  // 448 and more
@@ -55,6 +55,21 @@ GK_DEVICE u8 encode_e4m3(float x) {
   }
   magnitude += 0x7ffff + (magnitude >> 20 & 1);
   return static_cast<u8>(sign | ((magnitude >> 20) - (120 << 3)));
+#endif
+}
+
+// Four codes in a word, `a` in the lowest byte.
+GK_DEVICE u32 encode_e4m3(float a, float b, float c, float d) {
+#ifdef GK_PTX_E4M3
+  u32 word;
+  asm("{\n\t.reg .b16 low, high;\n\t"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n\tcvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n\t"
+      "mov.b32 %0, {low, high};\n\t}"
+      : "=r"(word)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return word;
+#else
+  return encode_e4m3(a) | encode_e4m3(b) << 8 | encode_e4m3(c) << 16 | static_cast<u32>(encode_e4m3(d)) << 24;
 #endif
 }
 
@@ -121,6 +136,13 @@ GK_DEVICE float load_element(const void* row, i64 i) {
   if (DTYPE == GK_FP32) return static_cast<const float*>(row)[i];
   if (DTYPE == GK_BF16) return decode_bf16(static_cast<const u16*>(row)[i]);
   return decode_e4m3(static_cast<const u8*>(row)[i]);
+}
+
+// DTYPE is GK_FP32 or GK_BF16.
+template <i32 DTYPE>
+GK_DEVICE void store_element(void* row, i64 i, float x) {
+  if (DTYPE == GK_FP32) static_cast<float*>(row)[i] = x;
+  else static_cast<u16*>(row)[i] = encode_bf16(x);
 }
 
 template <i32 DTYPE>

@@ -35,6 +35,9 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 GK_DEVICE i32 lane_index() { return static_cast<i32>(threadIdx.x % WARP); }
 GK_DEVICE i32 warp_index() { return static_cast<i32>(threadIdx.x / WARP); }
 GK_DEVICE i32 warps_in_block() { return static_cast<i32>(blockDim.x / WARP); }
+#ifndef GK_HOST
+GK_DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+#endif
 
 template <class T>
 GK_DEVICE T div_ceil(T a, T b) {

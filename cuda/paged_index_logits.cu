@@ -1,15 +1,15 @@
 // does    score the positions of each token's context: sum over heads h of relu(q[h] . k[position]) * weights[h]
 // reads   q [tokens, HEADS, HEAD_DIM] of dtype SOURCE; weights f32 [tokens, HEADS]; pages u8, page_stride bytes apart;
 //         page_table i32 [rows, table_width], rows table_stride apart; token_rows, context_lens i32 [tokens]
-// writes  out f32 [tokens, width], rows out_stride apart, at positions below the token's context_len only.
+// writes  out [tokens, width] of dtype OUTPUT, rows out_stride apart, at positions below the token's context_len only.
 //         A position without a page in the pool scores NaN, which top-k ranks lowest.
 // launch  grid tokens * splits, 128 threads, 4 * ((HEAD_TILE + TILE) * 4 * ROW + HEAD_TILE + HEAD_THREADS * TILE) bytes
 //         of dynamic shared memory; CTA n scores every splits-th tile of TILE positions of token n / splits
-// variant: FORMAT=0 SOURCE=0 HEADS=64 HEAD_DIM=128 BLOCK_SIZE=64
-// variant: FORMAT=1 SOURCE=1 HEADS=64 HEAD_DIM=128 BLOCK_SIZE=64
-// variant: FORMAT=2 SOURCE=2 HEADS=64 HEAD_DIM=128 BLOCK_SIZE=64
-// variant: FORMAT=2 SOURCE=1 HEADS=32 HEAD_DIM=128 BLOCK_SIZE=64
-// variant: FORMAT=3 SOURCE=1 HEADS=64 HEAD_DIM=128 BLOCK_SIZE=64
+// variant: FORMAT=0 SOURCE=0 OUTPUT=0 HEADS=64 HEAD_DIM=128 BLOCK_SIZE=64
+// variant: FORMAT=1 SOURCE=1 OUTPUT=1 HEADS=64 HEAD_DIM=128 BLOCK_SIZE=64
+// variant: FORMAT=2 SOURCE=2 OUTPUT=0 HEADS=64 HEAD_DIM=128 BLOCK_SIZE=64
+// variant: FORMAT=2 SOURCE=1 OUTPUT=0 HEADS=32 HEAD_DIM=128 BLOCK_SIZE=64
+// variant: FORMAT=3 SOURCE=1 OUTPUT=0 HEADS=64 HEAD_DIM=128 BLOCK_SIZE=64
 #include "codec.cuh"
 
 using namespace gk;
@@ -105,7 +105,7 @@ GK_DEVICE void score(const Shared& shared, i32 key_thread, i32 head_thread, floa
 extern "C" __global__ void __launch_bounds__(128)
 paged_index_logits(const void* q, const float* weights, const u8* pages, i64 page_stride, i32 num_pages,
                    const i32* page_table, i64 table_stride, i32 table_width, const i32* token_rows,
-                   const i32* context_lens, float* out, i64 out_stride, i32 splits, i32 width) {
+                   const i32* context_lens, void* out, i64 out_stride, i32 splits, i32 width) {
   GK_DYN_SHARED(float4, floats);
   Shared shared = {floats, floats + HEAD_TILE * ROW, nullptr, nullptr};
   shared.weights = reinterpret_cast<float*>(shared.k + TILE * ROW);
@@ -136,7 +136,7 @@ paged_index_logits(const void* q, const float* weights, const u8* pages, i64 pag
     if (threadIdx.x < count) {
       float total = 0.0f;
       for (i32 i = 0; i < HEAD_THREADS; ++i) total += shared.partial[i * TILE + threadIdx.x];
-      out[token * out_stride + first + threadIdx.x] = total;
+      store_element<OUTPUT>(out, token * out_stride + first + threadIdx.x, total);
     }
   }
 }

@@ -119,7 +119,7 @@ class DecodeRuntime(MovingVerbs):
                 **options,
             )
             engine.warm_up()
-            copies = BlockCopies(self.pools, None, device, "kernel", 0)
+            copies = BlockCopies(self.pools, None, device)
             super().__init__(config, device, manager, engine, shape, copies, max_seq_len, cold)
             warm = CopyJob(DEVICE, NULL_BLOCK, DEVICE, NULL_BLOCK + 1, config.block_size)
             self._submitter.copy([warm])  # what it needs is compiled now

@@ -98,6 +98,22 @@ def store_latent(tokens: int, device: str, pool_pages: int = 32768) -> Inputs:
     )
 
 
+def store_layer(tokens: int, device: str, pool_pages: int = 32768) -> Inputs:
+    num_bytes = tokens * (2 * (INDEX_DIM + RANK + ROPE) + INDEX_BYTES + LATENT_BYTES + 16)
+    sets = sets_for(num_bytes, device)
+    latent = torch.empty((pool_pages, PAGE, 1, LATENT_BYTES), dtype=torch.uint8, device=device)
+    index = torch.empty((pool_pages, PAGE, 1, INDEX_BYTES), dtype=torch.uint8, device=device)
+    latents = torch.randn((sets, tokens, RANK + ROPE), device=device, dtype=torch.bfloat16)
+    keys = torch.randn((sets, tokens, INDEX_DIM), device=device, dtype=torch.bfloat16)
+    c, rope = latents[..., :RANK], latents[..., RANK:]
+    slot = random_slots(pool_pages * PAGE, (sets, tokens), device)
+
+    def call(i: int) -> None:
+        ops.store_layer(c[i], rope[i], latent, slot[i], keys[i], index, slot[i], "fp8_ds_mla", "fp8")
+
+    return Inputs([lambda i=i: call(i) for i in range(sets)], num_bytes)
+
+
 def gather_index_k(tokens: int, requests: int, device: str) -> Inputs:
     num_bytes = 2 * tokens * INDEX_BYTES
     sets, columns = sets_for(num_bytes, device), tokens // requests // PAGE
@@ -110,16 +126,18 @@ def gather_index_k(tokens: int, requests: int, device: str) -> Inputs:
     return Inputs(calls, num_bytes)
 
 
-def paged_index_logits(rows: int, context: int, device: str) -> Inputs:
-    num_bytes = rows * context * (INDEX_BYTES + 4) + rows * INDEX_HEADS * (INDEX_DIM + 4)
+def paged_index_logits(rows: int, context: int, device: str, next_n: int = 1) -> Inputs:
+    """The last of a row's `next_n` query tokens sees `context` tokens, each one before it one less."""
+    tokens = rows * next_n
+    num_bytes = rows * context * INDEX_BYTES + tokens * (4 * context + INDEX_HEADS * (INDEX_DIM + 4))
     sets, columns = sets_for(num_bytes, device), context // PAGE
     pool = index_pages(sets * rows * columns, device)
     tables = page_tables(len(pool), sets, rows, columns, device)
-    q = torch.randn((sets, rows, INDEX_HEADS, INDEX_DIM), device=device).to(torch.float8_e4m3fn)
-    weights = torch.rand((sets, rows, INDEX_HEADS), device=device)
-    token_row = torch.arange(rows, dtype=torch.int32, device=device)
-    context_len = torch.full((rows,), context, dtype=torch.int32, device=device)
-    out = torch.empty((sets, rows, context), device=device)
+    q = torch.randn((sets, tokens, INDEX_HEADS, INDEX_DIM), device=device).to(torch.float8_e4m3fn)
+    weights = torch.rand((sets, tokens, INDEX_HEADS), device=device)
+    token = torch.arange(tokens, dtype=torch.int32, device=device)
+    token_row, context_len = token // next_n, context - next_n + 1 + token % next_n
+    out = torch.empty((sets, tokens, context), device=device)
     calls = [
         lambda i=i: ops.paged_index_logits(q[i], weights[i], pool, tables[i], token_row, context_len, out[i], "fp8")
         for i in range(sets)
@@ -127,11 +145,14 @@ def paged_index_logits(rows: int, context: int, device: str) -> Inputs:
     return Inputs(calls, num_bytes)
 
 
-def topk(rows: int, context: int, device: str) -> Inputs:
+def topk(rows: int, context: int, device: str, narrow: bool = False) -> Inputs:
+    """`narrow`: all values share their leading bits, so that only the last digits of a radix tell them apart."""
     k = min(TOPK, context)
     num_bytes = rows * (4 * context + 8 * k)
     sets = sets_for(num_bytes, device, 400)
     logits = torch.randn((sets, rows, context), device=device)
+    if narrow:
+        logits = 1 + logits.mul_(2**-12).clamp_(-0.01, 0.01)
     tables = page_tables(65536, 1, rows, context // PAGE, device)[0]
     token_row = torch.arange(rows, dtype=torch.int32, device=device)
     context_len = torch.full((rows,), context, dtype=torch.int32, device=device)

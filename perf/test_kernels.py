@@ -57,6 +57,13 @@ def test_store_latent(benchmark: Any, size: str, tokens: int, peer: float | None
     measure(benchmark, "store_latent fp8_ds_mla", size, made, peer)
 
 
+@pytest.mark.parametrize(("size", "tokens", "peer"), sizes(("cpu", 64, None), ("256", 256, 4.1), ("8192", 8192, 16.7)))
+def test_store_layer(benchmark: Any, size: str, tokens: int, peer: float | None) -> None:
+    pages = 64 if size == "cpu" else 32768
+    made = inputs.store_layer(tokens, device_of(size), pages)
+    measure(benchmark, "store_layer fp8_ds_mla + fp8", size, made, peer)
+
+
 @pytest.mark.parametrize(
     ("size", "tokens", "requests", "peer"),
     sizes(("cpu", 1024, 4, None), ("128Kx1", 131072, 1, 14.1), ("128Kx256", 131072, 256, 29.8)),
@@ -67,20 +74,41 @@ def test_gather_index_k(benchmark: Any, size: str, tokens: int, requests: int, p
 
 
 @pytest.mark.parametrize(
-    ("size", "rows", "context", "peer"),
-    sizes(("cpu", 2, 256, None), ("1x64K", 1, 65536, 6.04), ("64x4K", 64, 4096, 13.6), ("64x64K", 64, 65536, 144.5)),
+    ("size", "rows", "context", "next_n", "peer"),
+    sizes(
+        ("cpu", 2, 256, 1, None),
+        ("1x4K", 1, 4096, 1, 3.5),
+        ("1x64K", 1, 65536, 1, 6.0),
+        ("64x4K", 64, 4096, 1, 13.6),
+        ("64x64K", 64, 65536, 1, 144.5),
+        ("64x64K, next_n 2", 64, 65536, 2, 148.0),
+        ("64x64K, next_n 3", 64, 65536, 3, 414.0),
+        ("64x64K, next_n 4", 64, 65536, 4, 302.0),
+        ("1x64K, next_n 4", 1, 65536, 4, 8.0),
+    ),
 )
-def test_paged_index_logits(benchmark: Any, size: str, rows: int, context: int, peer: float | None) -> None:
-    made = inputs.paged_index_logits(rows, context, device_of(size))
+def test_paged_index_logits(
+    benchmark: Any, size: str, rows: int, context: int, next_n: int, peer: float | None
+) -> None:
+    made = inputs.paged_index_logits(rows, context, device_of(size), next_n)
     measure(benchmark, "paged_index_logits fp8", size, made, peer)
 
 
 @pytest.mark.parametrize(
     ("size", "rows", "context", "peer"),
-    sizes(("cpu", 2, 4096, None), ("1x64K", 1, 65536, 7.3), ("64x64K", 64, 65536, 20.0)),
+    sizes(
+        ("cpu", 2, 4096, None),
+        ("1x64K", 1, 65536, 7.3),
+        ("64x4K", 64, 4096, 3.5),
+        ("64x16K", 64, 16384, 7.4),
+        ("64x64K", 64, 65536, 20.0),
+        ("64x64K, narrow", 64, 65536, 35.0),
+        ("64x128K", 64, 131072, 32.3),
+        ("256x8K", 256, 8192, 7.7),
+    ),
 )
 def test_topk(benchmark: Any, size: str, rows: int, context: int, peer: float | None) -> None:
-    made = inputs.topk(rows, context, device_of(size))
+    made = inputs.topk(rows, context, device_of(size), narrow=size.endswith("narrow"))
     measure(benchmark, "topk 2048", size, made, peer)
 
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HEADERS = ROOT / "tests" / "host"
 CUDA = ROOT / "cuda"
 BUILDS = ROOT / ".pytest_cache" / "host_kernels"
-ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
+ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:\w+\s*\([^)]*\)\s+)*(\w+)\s*\(')
 FLAGS = ("-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-gnu-unique", "-g1", "-Wl,-Bsymbolic")
 WARNINGS = ("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter", "-Wno-sign-compare", "-Werror")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
@@ -96,7 +96,10 @@ class HostModule:
 
 
 def build(file: str | Path, defines: Mapping[str, int | str] | None = None, sanitize: bool | None = None) -> HostModule:
-    """The module of `file` (a name in cuda/, or a path), compiled with `defines`."""
+    """The module of `file` (a name in cuda/, or a path), compiled with `defines`.
+
+    With GK_HOPPER among them, code that is meant for sm_90a is compiled, on the twins of hopper_host.h.
+    """
     if sanitize is None:
         sanitize = os.environ.get("GRAPHKV_HOST_SANITIZE") == "1"
     source = Path(file) if Path(file).is_absolute() else CUDA / file
@@ -107,7 +110,8 @@ def build(file: str | Path, defines: Mapping[str, int | str] | None = None, sani
 def _build(source: Path, defines: tuple[tuple[str, int | str], ...], sanitize: bool, digest: str) -> HostModule:
     entries = ENTRY.findall(source.read_text())
     exports = "".join(f"GK_HOST_EXPORT({entry})\n" for entry in entries)
-    unit = f'#include "{HEADERS / "cuda_host.h"}"\n#include "{source}"\n{exports}'
+    header = "hopper_host.h" if "GK_HOPPER" in dict(defines) else "cuda_host.h"
+    unit = f'#include "{HEADERS / header}"\n#include "{source}"\n{exports}'
     optimise = ("-O1", *SANITIZERS) if sanitize else ("-O2",)
     command = ["g++", *FLAGS, *WARNINGS, *optimise, *(f"-D{name}={value}" for name, value in defines)]
     key = hashlib.sha256("\0".join((*command, source.name, digest, _compiler())).encode()).hexdigest()[:32]

@@ -16,13 +16,14 @@ import torch
 from helpers import POISON
 
 from graphkv.layout import PageLayout
-from graphkv.ops import copy, index_k, latent, select
+from graphkv.ops import copy, index_k, latent, layer, select
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("host", marks=pytest.mark.host)]
 
 _OPS = (
     (index_k, ("_store_index_k", "_gather_index_k", "_paged_index_logits")),
     (latent, ("_store_latent", "_sparse_mla_decode")),
+    (layer, ("_store_layer",)),
     (select, ("_topk",)),
     (copy, ("_copy_blocks",)),
 )
@@ -35,9 +36,18 @@ def enter(place: str, monkeypatch: pytest.MonkeyPatch) -> torch.device:
             for name in names:
                 monkeypatch.setattr(module, name, getattr(module, f"{name}_cuda"))
             monkeypatch.setattr(module, "launch", _launch)
-        for module in (index_k, copy):
+        for module in (index_k, latent, copy):
             monkeypatch.setattr(module, "sm_count", lambda _: 1)
+        # Keys of more than 12 * 1024 columns do not fit; clusters do not run on the CPU.
+        monkeypatch.setattr(select, "limits_of", lambda _: select.Limits(4, 1, 48 * 1024))
     return torch.device("cuda" if place == "cuda" else "cpu")
+
+
+def enter_hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """As `enter("host")`, with the kernels that are made for sm_90a, their instructions imitated."""
+    device = enter("host", monkeypatch)
+    monkeypatch.setattr(latent, "has_wgmma", lambda _: True)
+    return device
 
 
 def _launch(
@@ -51,6 +61,8 @@ def _launch(
     defines: Mapping[str, int | str] | None = None,
     shared_bytes: int = 0,
 ) -> None:
+    if defines is not None and defines.get("WGMMA"):
+        defines = {**defines, "GK_HOPPER": 1}
     module = host_kernels.build(f"{name}.cu", defines)
     assert signature == module.signature(name)
     module.launch(name, grid, block, args, shared_bytes)

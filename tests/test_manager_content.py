@@ -296,6 +296,22 @@ def test_a_commit_that_waits_for_its_step_is_void_once_the_row_went_back(how: st
     manager.check()
 
 
+def test_indexing_can_be_cut_into_portions_and_nothing_is_found_too_early_or_lost() -> None:
+    manager = make()
+    opened = [manager.open(tokens=ids(100 * i, 100 * i + 33)) for i in range(4)]
+    manager.claim(rows(*opened), 33)
+    manager.commit(rows(*opened), 32)
+    index, found = manager._cache.index, [0]
+    while len(index) < 8:
+        manager.index_commits(most=1)
+        found.append(len(index))
+    assert found == [0, 2, 4, 6, 8], "a row at a time, both of its blocks"
+    assert [manager.probe_match(ids(100 * i, 100 * i + 33)) for i in range(4)] == [32] * 4
+    manager.commit(rows(*opened), 32)
+    manager.index_commits(most=1)
+    manager.check()
+
+
 def test_a_commit_beyond_the_row_is_refused_and_another_owners_is_skipped() -> None:
     manager = make()
     row = fill(manager, ids(0, 20), commit=False)

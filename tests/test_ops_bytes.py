@@ -53,6 +53,15 @@ LATENT = [
     ("fp8", torch.bfloat16, 30, 5, 4, 2),
     ("fp8_ds_mla", torch.bfloat16, 512, 64, 64, 0),
     ("fp8_ds_mla", torch.float32, 128, 6, 4, 1),
+    ("fp8_ds_mla", torch.float32, 1024, 32, 4, 16),
+    ("fp8", torch.bfloat16, 128, 16, 4, 16),
+]
+# latent format, index_k format, dtype, kv_lora_rank, rope width, head_dim, scale mode, bytes between pages
+LAYER = [
+    ("fp8_ds_mla", "fp8", torch.bfloat16, 512, 64, 128, "pow2", 0),
+    ("fp8_ds_mla", "fp4", torch.float32, 512, 64, 128, "pow2", 16),
+    ("bf16", "bf16", torch.bfloat16, 512, 64, 128, "linear", 0),
+    ("fp8", "fp8", torch.float32, 30, 5, 64, "linear", 1),
 ]
 
 
@@ -74,10 +83,12 @@ def ordinary(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.nan_to_num(x, nan=7.0, posinf=np.inf, neginf=-np.inf)
 
 
+@pytest.mark.parametrize("lead", [3, 16], ids=["any address", "vectors"])
 @pytest.mark.parametrize(("fmt", "dtype", "head_dim", "block_size", "mode", "gap"), INDEX_K)
 def test_store_index_k_writes_the_row_and_nothing_else(
     device: torch.device,
     rng: np.random.Generator,
+    lead: int,
     fmt: str,
     dtype: torch.dtype,
     head_dim: int,
@@ -87,8 +98,9 @@ def test_store_index_k_writes_the_row_and_nothing_else(
 ) -> None:
     pages = GuardedPages(index_k_layout(IndexKFormat(fmt), head_dim, block_size), 6, device, gap)
     k = places.rows(rng, 19, head_dim)
-    wide = np.pad(ordinary(k) if fmt in ("fp32", "bf16") else k, ((0, 0), (3, 2)))
-    given = tensor(wide, device).to(dtype)[:, 3 : 3 + head_dim]  # rows neither aligned nor side by side
+    # Rows that are not side by side, and aligned only where all starts are multiples of 16.
+    wide = np.pad(ordinary(k) if fmt in ("fp32", "bf16") else k, ((0, 0), (lead, lead - lead % 2)))
+    given = tensor(wide, device).to(dtype)[:, lead : lead + head_dim]
     slots = slots_of(rng, pages.layout, 6, 19)
     ops.store_index_k(given, pages.view, tensor(slots, device), fmt, mode, 1e-4)
     values, scales = oracles.index_k_bytes(given.float().cpu().numpy(), fmt, mode == "linear", 1e-4)
@@ -96,10 +108,12 @@ def test_store_index_k_writes_the_row_and_nothing_else(
     pages.check()
 
 
+@pytest.mark.parametrize("lead", [3, 16], ids=["any address", "vectors"])
 @pytest.mark.parametrize(("fmt", "dtype", "rank", "rope_dim", "block_size", "gap"), LATENT)
 def test_store_latent_writes_the_record_and_nothing_else(
     device: torch.device,
     rng: np.random.Generator,
+    lead: int,
     fmt: str,
     dtype: torch.dtype,
     rank: int,
@@ -111,13 +125,75 @@ def test_store_latent_writes_the_record_and_nothing_else(
     both = places.rows(rng, 17, rank + rope_dim)
     if fmt != "fp8":
         both = ordinary(both)
-    joined = tensor(both, device).to(dtype)
-    c, rope = joined[:, :rank], joined[:, rank:]
+    joined = tensor(np.pad(both, ((0, 0), (lead, 0))), device).to(dtype)
+    c, rope = joined[:, lead : lead + rank], joined[:, lead + rank :]
     slots = slots_of(rng, pages.layout, 6, 17)
     ops.store_latent(c, rope, pages.view, tensor(slots, device), fmt, 0.37)
     records = oracles.latent_bytes(c.float().cpu().numpy(), rope.float().cpu().numpy(), fmt, 0.37)
     no_scales = np.empty((17, 0), np.uint8)
     oracles.place_rows(pages.image, pages.stride, block_size, slots, records, no_scales)
+    pages.check()
+
+
+@pytest.mark.parametrize("tokens", [1, 18])
+@pytest.mark.parametrize(("latent", "index_k", "dtype", "rank", "rope_dim", "head_dim", "mode", "gap"), LAYER)
+def test_store_layer_writes_what_the_two_stores_write(
+    device: torch.device,
+    rng: np.random.Generator,
+    latent: str,
+    index_k: str,
+    dtype: torch.dtype,
+    rank: int,
+    rope_dim: int,
+    head_dim: int,
+    mode: str,
+    gap: int,
+    tokens: int,
+) -> None:
+    latents = GuardedPages(latent_layout(LatentFormat(latent), rank, rope_dim, 16), 6, device, gap)
+    keys = GuardedPages(index_k_layout(IndexKFormat(index_k), head_dim, 16), 4, device, gap)
+    c, rope, k = (
+        tensor(ordinary(places.rows(rng, tokens, width)), device).to(dtype) for width in (rank, rope_dim, head_dim)
+    )
+    slots = slots_of(rng, latents.layout, 6, tokens), slots_of(rng, keys.layout, 4, tokens)
+    ops.store_layer(
+        c,
+        rope,
+        latents.view,
+        tensor(slots[0], device),
+        k,
+        keys.view,
+        tensor(slots[1], device),
+        latent,
+        index_k,
+        latent_scale=0.37,
+        scale_mode=mode,
+        amax_floor=1e-12,
+    )
+    records = oracles.latent_bytes(c.float().cpu().numpy(), rope.float().cpu().numpy(), latent, 0.37)
+    oracles.place_rows(latents.image, latents.stride, 16, slots[0], records, np.empty((tokens, 0), np.uint8))
+    rows = oracles.index_k_bytes(k.float().cpu().numpy(), index_k, mode == "linear", 1e-12)
+    oracles.place_rows(keys.image, keys.stride, 16, slots[1], *rows)
+    latents.check()
+    keys.check()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-7, 0.37, 3.0, 1e31])
+def test_quotients_are_rounded_as_a_division_rounds_them(
+    device: torch.device, rng: np.random.Generator, scale: float
+) -> None:
+    """Also where a quotient is a tie between two codes, overflows, or comes from tiny numbers."""
+    pages = GuardedPages(latent_layout(LatentFormat.FP8, 512, 64, 64), 2, device)
+    codes = rng.integers(0, 0x7E, (64, 576))
+    ties = (oracles.E4M3[codes] + oracles.E4M3[codes + 1]) / 2 * float(np.float32(scale))
+    near = ties.astype(np.float32) * (1 + rng.integers(-2, 3, ties.shape) * np.float32(2.0**-23))
+    near[:, :4] = [3e38, -3e38, np.inf, -1e-45]
+    joined = tensor((near * rng.choice([1, -1], near.shape)).astype(np.float32), device)
+    slots = torch.arange(64, device=device)
+    ops.store_latent(joined[:, :512], joined[:, 512:], pages.view, slots, "fp8", scale)
+    with np.errstate(over="ignore"):
+        records = oracles.latent_bytes(*np.split(joined.cpu().numpy(), [512], axis=1), "fp8", scale)
+    oracles.place_rows(pages.image, pages.stride, 64, np.arange(64), records, np.empty((64, 0), np.uint8))
     pages.check()
 
 
@@ -143,6 +219,29 @@ def test_case_D2_gather_index_k_copies_the_rows_and_nothing_else(
         untouched = np.full((5, rows.shape[1]), POISON, np.uint8)
         np.testing.assert_array_equal(got.cpu().numpy(), np.concatenate([rows, untouched]))
     pages.check()
+
+
+@pytest.mark.parametrize(("rows", "longest"), [(1, 300), (31, 9), (33, 40), (257, 3), (1100, 2)])
+def test_case_D2_gather_finds_the_row_of_each_token(
+    device: torch.device, rng: np.random.Generator, rows: int, longest: int
+) -> None:
+    """Many rows, many of them empty; the first output tokens belong to no row."""
+    layout = index_k_layout(IndexKFormat.FP8, 128, 8)
+    pages = GuardedPages(layout, 40, device)
+    pages.fill(rng, "fp8")
+    lengths = rng.integers(0, longest + 1, rows) * (rng.random(rows) < 0.7)
+    lengths[-1] = longest
+    table = rng.integers(0, 40, (rows, -(-longest // 8))).astype(np.int32)
+    start = (5 + np.concatenate([[0], np.cumsum(lengths)])).astype(np.int32)
+    values, scales = (
+        poison(torch.empty(int(start[-1]) + 3, width, dtype=torch.uint8, device=device)) for width in (128, 4)
+    )
+    ops.gather_index_k(pages.view, tensor(table, device), tensor(start, device), values, scales, "fp8")
+    slots = [s for b, n in enumerate(lengths) for s in oracles.row_slots(table[b], int(n), 8)]
+    want = oracles.take_rows(pages.image, pages.stride, 8, slots, 128, 4)
+    for got, taken in zip((values, scales), want, strict=True):
+        padded = np.pad(taken, ((5, 3), (0, 0)), constant_values=POISON)
+        np.testing.assert_array_equal(got.cpu().numpy(), padded)
 
 
 @pytest.mark.parametrize(("fmt", "place", "top"), [("fp8", golden.FP8_PLACE, 448.0), ("fp4", golden.FP4_PLACE, 6.0)])

@@ -46,6 +46,20 @@ GOOD: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
             "format": "bf16",
         },
     ),
+    "store_layer": (
+        ops.store_layer,
+        {
+            "c": torch.ones(2, 16),
+            "rope": torch.ones(2, 8),
+            "latent_pages": LATENT_PAGES,
+            "latent_slot": torch.tensor([1, -1]),
+            "k": torch.ones(2, 128),
+            "index_pages": INDEX_K_PAGES,
+            "index_slot": torch.tensor([2, -1]),
+            "latent_format": "bf16",
+            "index_k_format": "fp8",
+        },
+    ),
     "gather_index_k": (
         ops.gather_index_k,
         {
@@ -112,6 +126,9 @@ BAD = [
     ("store_latent", {"rope": torch.ones(2, 8, dtype=BF16)}, r"rope must be float32 \[T=2, P\]"),
     ("store_latent", {"c": torch.ones(2, 17)}, r"pages must be uint8 \[pages, 4, 1, 50\]"),
     ("store_latent", {"scale": 0.0}, "scale must be positive and finite, got 0.0"),
+    ("store_layer", {"k": torch.ones(2, 128, dtype=BF16)}, r"k must be float32 \[T=2, D\]"),
+    ("store_layer", {"index_pages": LATENT_PAGES}, r"index_pages must be uint8 \[pages, 4, 1, 132\]"),
+    ("store_layer", {"index_slot": torch.tensor([12, 0])}, r"slots must be in 0\.\.11 .* or -1, got 12"),
     ("gather_index_k", {"start": torch.zeros(2, dtype=I32)}, r"start must be int32 \[3\] on cpu, got int32 \[2\]"),
     ("gather_index_k", {"out_scales": torch.zeros(9, 8, dtype=U8)}, r"out_scales must be uint8 \[N=9, 4\]"),
     ("gather_index_k", {"start": torch.tensor([0, 7, 10], dtype=I32)}, "at most 9 output tokens"),
@@ -151,6 +168,7 @@ def test_torch_finds_the_op_well_formed(name: str) -> None:
     defaults: dict[str, Any] = {
         "store_index_k": {"scale_mode": "pow2", "amax_floor": 1e-4},
         "store_latent": {"scale": 1.0},
+        "store_layer": {"latent_scale": 1.0, "scale_mode": "pow2", "amax_floor": 1e-4},
     }
     arguments = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in good.items()}
     operator = getattr(torch.ops.graphkv, name).default

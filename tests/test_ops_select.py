@@ -10,11 +10,16 @@ import places
 import pytest
 import torch
 from helpers import POISON, poison
+from hypothesis import given
+from hypothesis import strategies as st
 from places import GuardedPages, tensor
 
 from graphkv import ops
 from graphkv.errors import InvalidValue
 from graphkv.layout import IndexKFormat, LatentFormat, index_k_layout, latent_layout
+from graphkv.ops import select
+from graphkv.ops.launch import has_wgmma
+from graphkv.ops.select import Limits, Split
 
 I32 = torch.int32
 SOURCES = {"f32": torch.float32, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
@@ -89,8 +94,10 @@ def test_paged_index_logits_scores_each_context_and_touches_nothing_else(
         stored = oracles.take_rows(pages.image, pages.stride, block_size, slots, layout.value_bytes, layout.scale_bytes)
         want = oracles.index_logits(q[t].float().cpu().numpy(), weights[t], oracles.decode_index_k(*stored, fmt))
         logits = got[t, 2 : 2 + length].astype(np.float64)
-        np.testing.assert_allclose(logits, want, rtol=1e-5, atol=1e-5 * heads * head_dim**0.5)
-        assert np.sum((logits - want) ** 2) <= 1e-9 * np.sum(logits**2 + want**2)  # DeepGEMM's metric; it asks for 1e-3
+        # Hopper's tensor cores add FP8 products in fewer bits than fp32 has.
+        loose = 1000 if device.type == "cuda" and source == "e4m3" else 1
+        np.testing.assert_allclose(logits, want, rtol=1e-5 * loose, atol=1e-6 * max(loose, 10) * heads * head_dim**0.5)
+        assert np.sum((logits - want) ** 2) <= 1e-9 * loose * np.sum(logits**2 + want**2)  # DeepGEMM asks for 1e-3
     pages.check()
 
 
@@ -122,7 +129,9 @@ def check_topk(logits: np.ndarray[Any, Any], context: np.ndarray[Any, Any], k: i
         assert slots[t].tolist() == [table[t, p // block_size] * block_size + p % block_size for p in want] + padding
 
 
-@pytest.mark.parametrize(("width", "k"), [(1, 1), (40, 7), (300, 64), (300, 512), (5000, 2048), (33_000, 2048)])
+@pytest.mark.parametrize(
+    ("width", "k"), [(1, 1), (40, 7), (300, 64), (300, 512), (5000, 2048), (20_000, 9000), (33_000, 2048)]
+)
 def test_topk_is_exact(device: torch.device, rng: np.random.Generator, width: int, k: int) -> None:
     lengths = [width, width // 2, 1, 0, min(k, width), min(k + 1, width)]
     logits = (rng.standard_normal((6, width)) * 10.0 ** rng.integers(-3, 4, (6, 1))).astype(np.float32)
@@ -148,12 +157,84 @@ def test_topk_breaks_ties_by_lowest_position(device: torch.device, row: np.ndarr
     check_topk(np.stack([row, row[::-1]]).astype(np.float32), np.array([200, 171]), 64, device)
 
 
+SPLITS = [
+    *(pytest.param("host", split, marks=pytest.mark.host) for split in (Split(1024, 1, 8), Split(512, 1, 4))),
+    pytest.param("cuda", Split(512, 1, 4), marks=pytest.mark.gpu),
+    *(pytest.param("cuda", Split(1024, cluster, 4), marks=pytest.mark.gpu) for cluster in (1, 2, 4, 8)),
+]
+
+
+@pytest.mark.parametrize(("place", "split"), SPLITS, ids=str)
+@pytest.mark.parametrize("kind", ["random", "narrow", "equal", "few values", "ascending", "descending"])
+def test_topk_is_exact_however_rows_are_split(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, place: str, split: Split, kind: str
+) -> None:
+    device = places.enter(place, monkeypatch)
+    monkeypatch.setattr(select, "split_rows", lambda *_: split)
+    width = split.threads * split.cluster * 9 - 5  # the last keys of a thread are not kept in shared memory
+    values = rng.standard_normal((5, width))
+    logits = {
+        "random": values,
+        "narrow": 100 + 1e-3 * values,  # they differ in their last bits
+        "equal": np.full_like(values, -2.5),
+        "few values": np.rint(values),
+        "ascending": np.sort(values),
+        "descending": -np.sort(values),
+    }[kind]
+    # Whole, all but one, barely more than k, one thread's worth of a block, exactly k.
+    check_topk(logits.astype(np.float32), np.array([width, width - 1, 601, split.threads + 1, 600]), 600, device)
+
+
+def test_rows_are_split_by_number_and_width() -> None:
+    h200 = Limits(132, 8, 227 * 1024 - 42 * 1024)
+    for tokens, width, threads, cluster in [
+        (1, 65536, 1024, 8),
+        (64, 4096, 1024, 1),
+        (64, 65536, 1024, 2),
+        (32, 65536, 1024, 2),  # 32 clusters of 4 would not fit at once
+        (256, 8192, 512, 1),
+        (256, 65536, 1024, 2),
+        (1, 1_000_000, 1024, 8),
+    ]:
+        assert select.split_rows(tokens, width, h200)[:2] == (threads, cluster)
+
+
+@given(
+    tokens=st.integers(1, 5000),
+    width=st.integers(0, 2_000_000),
+    limits=st.builds(Limits, st.integers(1, 200), st.sampled_from([1, 8]), st.integers(16 * 1024, 200 * 1024)),
+)
+def test_every_split_can_be_launched(tokens: int, width: int, limits: Limits) -> None:
+    split = select.split_rows(tokens, width, limits)
+    assert split.cluster <= limits.largest_cluster
+    assert split.shared_items % 4 == 0
+    assert 4 * split.threads * split.shared_items <= limits.shared_bytes
+    assert split[:2] in {(threads, cluster) for threads in (512, 1024) for cluster in (1, 2, 4, 8)} - {
+        (512, 2),
+        (512, 4),
+        (512, 8),
+    }
+
+
+@given(by=st.integers(1, 2**31 - 1), numbers=st.lists(st.integers(0, 2**31 - 1)))
+def test_division_by_multiplication_is_exact(by: int, numbers: list[int]) -> None:
+    _, multiplier, shift = select.divisor(by)
+    assert -(2**31) <= multiplier < 2**31
+    multiples = [n // by * by + near for n in numbers for near in (-1, 0, 1)]
+    for n in (0, by - 1, by, 2**31 - 1, *numbers, *(m for m in multiples if 0 <= m < 2**31)):
+        assert n * (multiplier % 2**32) >> 31 + shift == n // by
+
+
 def test_topk_gives_the_same_twice(device: torch.device, rng: np.random.Generator) -> None:
     logits = rng.integers(-3, 3, (4, 4000)).astype(np.float32)
     context = np.array([4000, 3999, 2049, 2048])
     first, second = (run_topk(logits, context, 2048, 64, device) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def latents_go_as_16_bits(device: torch.device, source: str, rank: int) -> bool:
+    return source == "bf16" and rank == 512 and has_wgmma(device)
 
 
 @pytest.mark.parametrize(("fmt", "source", "heads", "rank", "rope_dim", "block_size", "gap"), ATTENTION)
@@ -176,7 +257,7 @@ def test_sparse_mla_decode_attends_to_the_selected_tokens(
     slots[2] = -1
     slots[3, 1:] = -1
     slots[4, ::2] = -1
-    c, rope = (rng.standard_normal((9 * block_size, width)).astype(np.float32) for width in (rank, rope_dim))
+    c, rope = (rng.standard_normal((9 * block_size, width)).astype(np.float32) / 10 for width in (rank, rope_dim))
     records = oracles.latent_bytes(c, rope, fmt, scale)
     none = np.empty((len(records), 0), np.uint8)
     oracles.place_rows(pages.image, pages.stride, block_size, np.arange(len(records)), records, none)
@@ -192,8 +273,11 @@ def test_sparse_mla_decode_attends_to_the_selected_tokens(
         latents = oracles.decode_latent(taken, fmt, scale, rank)
         want = oracles.attend(q[t].float().cpu().numpy(), latents, softmax_scale, rank)
         got = out[1 + t].float().cpu().numpy()
-        tolerance = 2e-5 if source == "f32" else 2.0**-8
-        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * 0.1)
+        if latents_go_as_16_bits(device, source, rank):
+            np.testing.assert_allclose(got, want, rtol=2.01 / 128, atol=1e-3)  # FlashMLA's own
+        else:
+            tolerance = 2e-5 if source == "f32" else 2.0**-8
+            np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * 0.01)
         assert chosen or not got.any()
     pages.check()
 

@@ -60,7 +60,8 @@ def test_case_A3_captured_graphs_go_on_through_growth_and_shrinking(device: torc
     runtime.shrink(last + 1)
     assert addresses(runtime) == before
     assert runtime.stats().blocks_total == last
-    assert runtime.stats().pool_bytes < bytes_then // 10
+    a_chunk_each = len(list(runtime.pools)) * (2 << 20)  # CUDA maps memory in chunks of 2 MiB
+    assert runtime.stats().pool_bytes <= bytes_then // 10 + (a_chunk_each if runtime.device.is_cuda else 0)
     for _ in range(10):
         shadow.step([a])
     shadow.check()

@@ -588,7 +588,6 @@ def test_leaving_drains_and_gives_back(device: torch.device, tmp_path: Path) -> 
         ({"host_blocks": 2, "disk_bytes": 100, "disk_folder": "x"}, "a disk tier of 100 bytes holds no block"),
         ({"host_blocks": 2, "resume_limit": 0.0}, "resume_limit must be a share"),
         ({"host_blocks": 2, "transfer_limit_s": 0.0}, "transfer_limit_s must be positive"),
-        ({"host_blocks": 2, "route": "walk"}, "route must be 'kernel' or 'engine'"),
     ],
 )
 def test_tiers_that_cannot_work_are_refused(

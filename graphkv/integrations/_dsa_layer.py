@@ -87,7 +87,7 @@ class SparseAttention:
         self.layer = layer
         self.rotate: Rotate = family.apply_rotary_pos_emb_interleave
         self.indexer = (
-            None if attention.indexer is None else SparseIndexer(attention.indexer, layer, getattr(family, index_rope))
+            None if attention.indexer is None else SparseIndexer(attention.indexer, getattr(family, index_rope))
         )
 
     def __call__(
@@ -104,9 +104,24 @@ class SparseAttention:
         latent, key_rope = attention.kv_a_proj_with_mqa(hidden).split([rank, rope], dim=-1)
         latent = attention.kv_a_layernorm(latent)
         query_rope, key_rope = self.rotate(query_rope, key_rope.unsqueeze(1), inputs.cos, inputs.sin, unsqueeze_dim=1)
-        ops.store_latent(latent, key_rope.squeeze(1), pages, metadata.latent_slot, config.latent, config.latent_scale)
-        if self.indexer is not None:
-            selection = self.indexer(hidden, query_latent, inputs)
+        to_pages = (latent, key_rope.squeeze(1), pages, metadata.latent_slot)
+        if self.indexer is None:
+            ops.store_latent(*to_pages, config.latent, config.latent_scale)
+        else:
+            index_query, key, weights = self.indexer.project(hidden, query_latent, inputs)
+            index_pages = inputs.step.pools.view(Side.TARGET, Role.INDEX_K, self.layer)
+            ops.store_layer(
+                *to_pages,
+                key,
+                index_pages,
+                metadata.index_slot,
+                config.latent,
+                config.index_k,
+                latent_scale=config.latent_scale,
+                scale_mode=config.index_k_scale,
+                amax_floor=config.index_k_amax_floor,
+            )
+            selection = self.indexer.select(index_query, weights, index_pages, inputs)
         assert selection is not None  # CacheConfig has made sure that layer 0 is a full indexer
 
         # kv_b_proj maps a latent to every head's nope key and value; applied to the query and to the output instead,
@@ -123,21 +138,36 @@ class SparseAttention:
 
 
 class SparseIndexer:
-    """Stores a layer's index K, scores the row's tokens against each query token and selects the best."""
+    """Scores the row's tokens against each query token and selects the best."""
 
-    def __init__(self, indexer: Any, layer: int, rotate: Rotate) -> None:
+    def __init__(self, indexer: Any, rotate: Rotate) -> None:
         self.indexer = indexer
-        self.layer = layer
         self.rotate = rotate
 
-    def __call__(self, hidden: torch.Tensor, query_latent: torch.Tensor, inputs: LayerInputs) -> Selection:
-        """hidden [T, hidden_size], query_latent [T, q_lora_rank] -> the layer's selection."""
-        step, config, metadata = inputs.step, inputs.config, inputs.step.metadata
-        pages = step.pools.view(Side.TARGET, Role.INDEX_K, self.layer)
-        query, key, weights = self._project(hidden, query_latent, inputs)
-        ops.store_index_k(
-            key, pages, metadata.index_slot, config.index_k, config.index_k_scale, config.index_k_amax_floor
+    def project(
+        self, hidden: torch.Tensor, query_latent: torch.Tensor, inputs: LayerInputs
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a layer's tokens are scored with: rotated query and key, and weights with all constants in them.
+
+        hidden [T, hidden_size], query_latent [T, q_lora_rank] -> [T, heads, D], [T, D], fp32 [T, heads].
+        """
+        indexer = self.indexer
+        rope, width = indexer.qk_rope_head_dim, indexer.head_dim
+        query = indexer.wq_b(query_latent).view(hidden.shape[0], indexer.n_heads, width)
+        key = indexer.k_norm(indexer.wk(hidden)).unsqueeze(1)
+        query_rope, query_rest = query.split([rope, width - rope], dim=-1)
+        key_rope, key_rest = key.split([rope, width - rope], dim=-1)
+        query_rope, key_rope = self.rotate(query_rope, key_rope, inputs.cos, inputs.sin, unsqueeze_dim=1)
+        weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float()
+        return (
+            torch.cat([query_rope, query_rest], dim=-1),
+            torch.cat([key_rope, key_rest], dim=-1).squeeze(1),
+            weights * (indexer.n_heads**-0.5 * indexer.softmax_scale),
         )
+
+    def select(self, query: torch.Tensor, weights: torch.Tensor, pages: torch.Tensor, inputs: LayerInputs) -> Selection:
+        """The layer's selection, by what `project` gave and the keys that are in `pages`."""
+        step, config, metadata = inputs.step, inputs.config, inputs.step.metadata
         if config.index_k is IndexKFormat.FP8:
             query, query_scale = codecs.quantise_query(query, config.index_k_scale, config.index_k_amax_floor)
             weights = weights * query_scale
@@ -161,24 +191,6 @@ class SparseIndexer:
             logits, metadata.context_len, metadata.latent_page_table, metadata.token_row, config.block_size, *selection
         )
         return selection
-
-    def _project(
-        self, hidden: torch.Tensor, query_latent: torch.Tensor, inputs: LayerInputs
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """-> rotated query [T, heads, D], rotated key [T, D], weights fp32 [T, heads] with all constants in them."""
-        indexer = self.indexer
-        rope, width = indexer.qk_rope_head_dim, indexer.head_dim
-        query = indexer.wq_b(query_latent).view(hidden.shape[0], indexer.n_heads, width)
-        key = indexer.k_norm(indexer.wk(hidden)).unsqueeze(1)
-        query_rope, query_rest = query.split([rope, width - rope], dim=-1)
-        key_rope, key_rest = key.split([rope, width - rope], dim=-1)
-        query_rope, key_rope = self.rotate(query_rope, key_rope, inputs.cos, inputs.sin, unsqueeze_dim=1)
-        weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float()
-        return (
-            torch.cat([query_rope, query_rest], dim=-1),
-            torch.cat([key_rope, key_rest], dim=-1).squeeze(1),
-            weights * (indexer.n_heads**-0.5 * indexer.softmax_scale),
-        )
 
     def _score_rows(
         self,

@@ -21,6 +21,8 @@ from graphkv.sequence import Batch, Chunk
 from graphkv.tiers.copies import BlockCopies, independent_moves
 from graphkv.transfer import CopyJob
 
+_INDEXED_A_STEP = 64
+"""Rows, at most, whose full blocks become findable behind one launch: all rows of a batch may fill one at once."""
 _PATIENCE_S = 1.0  # for copies to host memory, which take milliseconds
 _NAP = 0.0001
 
@@ -169,8 +171,7 @@ class Submitter:
         """
         self._flight.note(step, job)
         self._manager.submitted = step
+        self._manager.index_commits(_INDEXED_A_STEP)
         if self._manager.has_colder_tiers:
             self._manager.poll(begin=begin)
-        else:
-            self._manager.index_commits()
         return step

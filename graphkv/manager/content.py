@@ -58,10 +58,11 @@ class ContentCache:
         """A held slot of a tier has the content of `node`, which was not there."""
         if node.slots[tier] != ABSENT or node.parent is None:
             raise AssertionError(f"the block at depth {node.depth} is in tier {tier} already")
+        slots, parent = self.tiers[tier], node.parent
         node.slots[tier] = slot
-        node.parent.children_in[tier] += 1
-        self.tiers[tier].withdraw(node.parent.slots[tier])
-        self.tiers[tier].put(slot, node)
+        parent.children_in[tier] += 1
+        slots.withdraw(parent.slots[tier])
+        slots.put(slot, node)
         self.stored[tier] += 1
         self._tell(EventKind.STORED, node, tier, slot)
 

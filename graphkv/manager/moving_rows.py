@@ -293,7 +293,6 @@ class MovingRows(ContentRows):
         Args:
             begin: whether to give cached blocks a copy in a colder tier, too, before their room is needed.
         """
-        self.index_commits()
         self._tiering.poll()
         for bring in list(self._brings):
             if self._tiering.advance(bring.load) and self.edits_room >= len(bring.load.items):

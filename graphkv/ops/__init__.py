@@ -11,6 +11,7 @@ R latent rank, P rope width. A slot is `page * block_size + offset` of the view 
 from graphkv.ops.copy import copy_blocks
 from graphkv.ops.index_k import gather_index_k, paged_index_logits, store_index_k
 from graphkv.ops.latent import sparse_mla_decode, store_latent
+from graphkv.ops.layer import store_layer
 from graphkv.ops.select import topk
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "sparse_mla_decode",
     "store_index_k",
     "store_latent",
+    "store_layer",
     "topk",
 ]

@@ -67,17 +67,17 @@ class ArgumentCheck:
                 "pass .contiguous()"
             )
 
-    def pages(self, pages: Tensor, layout: PageLayout) -> None:
+    def pages(self, pages: Tensor, layout: PageLayout, name: str = "pages") -> None:
         """Check a page view u8 [pages, block_size, 1, token_bytes]; its first stride may exceed a page."""
         want = [layout.block_size, 1, layout.token_bytes]
         if pages.dtype != torch.uint8 or pages.ndim != 4 or list(pages.shape[1:]) != want or not len(pages):
             raise InvalidValue(
-                f"{self.op}: pages must be uint8 [pages, {', '.join(map(str, want))}] for {layout.role} format "
+                f"{self.op}: {name} must be uint8 [pages, {', '.join(map(str, want))}] for {layout.role} format "
                 f"{layout.format}, got {_short(pages.dtype)} {list(pages.shape)}"
             )
         if not pages[0].is_contiguous() or (len(pages) > 1 and pages.stride(0) < layout.page_bytes):
             raise InvalidValue(
-                f"{self.op}: pages must be contiguous within a page and at least {layout.page_bytes} bytes apart, "
+                f"{self.op}: {name} must be contiguous within a page and at least {layout.page_bytes} bytes apart, "
                 f"got strides {list(pages.stride())}"
             )
 

@@ -9,11 +9,16 @@ from graphkv.codecs import decode_index_k, encode_index_k
 from graphkv.errors import InvalidValue
 from graphkv.layout import MIN_AMAX_FLOOR, IndexKFormat, PageLayout, ScaleMode, index_k_layout
 from graphkv.ops.check import FLOAT32, FLOATS, INT32, INT64, UINT8, ArgumentCheck, check_contexts, member
-from graphkv.ops.launch import INDEX_K_FORMATS, SOURCES, launch, no_result, sm_count
+from graphkv.ops.launch import INDEX_K_FORMATS, SOURCES, has_wgmma, launch, no_result, sm_count
 from graphkv.page_io import read_rows, table_slots, write_rows
+from graphkv.tile_map import ROW_BYTES, TileMap, tile_map
 
 _CPU_SCORE_ELEMENTS = 1 << 24  # bound on the scores [tokens, heads, positions] held at once by the CPU side
 _SCORE_TILE = 64  # positions a CTA of paged_index_logits scores at once
+_FP8_THREADS = 512  # of a CTA of paged_index_logits_fp8
+_FP8_SHARED_BYTES = 231_424  # nearly all that a CTA can have: what is left of it becomes buffers for pages
+_FP8_MAX_TOKENS = 1 << 15
+_FP8_MAX_GROUP = 8  # query tokens that share the reading of a page
 
 
 def store_index_k(
@@ -61,7 +66,7 @@ def _store_index_k_cuda(
     if not tokens:
         return
     defines = {
-        "FORMAT": INDEX_K_FORMATS[IndexKFormat(format)],
+        "INDEX_K_FORMAT": INDEX_K_FORMATS[IndexKFormat(format)],
         "SOURCE": SOURCES[k.dtype],
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": pages.shape[1],
@@ -69,7 +74,7 @@ def _store_index_k_cuda(
     }
     num_slots = pages.shape[0] * pages.shape[1]
     args = (k, k.stride(0), pages, pages.stride(0), slot, num_slots, tokens, amax_floor)
-    launch("store_index_k", "PqPqPqif", -(-tokens // 4), 128, args, device=pages.device, defines=defines)
+    launch("store_index_k", "PqPqPqif", -(-tokens // 8), 64, args, device=pages.device, defines=defines)
 
 
 def gather_index_k(
@@ -144,7 +149,7 @@ def _gather_index_k_cuda(
     }
     table = (page_table, page_table.stride(0), page_table.shape[1], rows)
     args = (pages, pages.stride(0), len(pages), *table, start, out_values, out_scales, tokens)
-    launch("gather_index_k", "PqiPqiiPPPi", -(-tokens // 16), 128, args, device=pages.device, defines=defines)
+    launch("gather_index_k", "PqiPqiiPPPi", -(-tokens // 128), 128, args, device=pages.device, defines=defines)
 
 
 def paged_index_logits(
@@ -166,7 +171,8 @@ def paged_index_logits(
         page_table: i32 [B, M] for that view; rows may be strided.
         token_row: i32 [T], the row of each token; not read where context_len is 0.
         context_len: i32 [T], positions to score; 0 (a padded token) leaves its row of `out` untouched.
-        out: f32 [T, W], W at least the longest context; columns past a context are untouched; rows may be strided.
+        out: f32 or bf16 [T, W], W at least the longest context; columns past a context are untouched; rows may be
+            strided.
         format: one of `IndexKFormat`.
     """
     op = "paged_index_logits"
@@ -178,7 +184,7 @@ def paged_index_logits(
     check.tensor("page_table", page_table, INT32, "B M", free_rows=True)
     check.tensor("token_row", token_row, INT32, "T")
     check.tensor("context_len", context_len, INT32, "T")
-    check.tensor("out", out, FLOAT32, "T W", free_rows=True)
+    check.tensor("out", out, FLOATS, "T W", free_rows=True)
     _paged_index_logits(q, weights, pages, page_table, token_row, context_len, out, fmt.value)
 
 
@@ -210,7 +216,7 @@ def _paged_index_logits(
         k = decode_index_k(*read_rows(pages, layout, slot), IndexKFormat(format))
         for some in torch.split(tokens, max(1, _CPU_SCORE_ELEMENTS // (q.shape[1] * longest))):
             scores = (q[some].float() @ k.T).relu_()  # [t, H, longest]
-            logits = torch.bmm(weights[some].unsqueeze(1), scores).squeeze(1)
+            logits = torch.bmm(weights[some].unsqueeze(1), scores).squeeze(1).to(out.dtype)
             past = position >= context_len[some].unsqueeze(1)
             out[some, :longest] = torch.where(past, out[some, :longest], logits)
 
@@ -230,31 +236,57 @@ def _paged_index_logits_cuda(
     tiles = -(-out.shape[1] // _SCORE_TILE)
     if not tokens or not tiles:
         return
-    defines = {
-        "FORMAT": INDEX_K_FORMATS[IndexKFormat(format)],
-        "SOURCE": SOURCES[q.dtype],
-        "HEADS": heads,
-        "HEAD_DIM": head_dim,
-        "BLOCK_SIZE": pages.shape[1],
-    }
+    defines = {"HEADS": heads, "OUTPUT": SOURCES[out.dtype]}
+    keys = (q, weights, pages, pages.stride(0), len(pages), page_table, page_table.stride(0))
+    scores = (page_table.shape[1], token_row, context_len, out, out.stride(0))
+    if _scores_by_wgmma(q, pages, IndexKFormat(format), tokens * tiles):
+        # Rows have that many tokens on average; room for larger groups is room that pages on their way could use.
+        group = min(_FP8_MAX_GROUP, 1 << (-(-tokens // len(page_table)) - 1).bit_length())
+        defines |= {"GROUP": group, "SHARED_BYTES": _FP8_SHARED_BYTES}
+        launch(
+            "paged_index_logits_fp8",
+            "PPPqiPqiiPPPqiiS",
+            sm_count(q.device),
+            _FP8_THREADS,
+            (*keys, len(page_table), *scores, tokens, out.shape[1], _page_tiles(pages)),
+            device=q.device,
+            defines=defines,
+            shared_bytes=_FP8_SHARED_BYTES,
+        )
+        return
+    defines |= {"FORMAT": INDEX_K_FORMATS[IndexKFormat(format)], "SOURCE": SOURCES[q.dtype]}
+    defines |= {"HEAD_DIM": head_dim, "BLOCK_SIZE": pages.shape[1]}
     # A CTA scores every `splits`-th tile of its token: enough CTAs to fill the device, and each loads its query once.
     splits = min(tiles, max(1, -(-8 * sm_count(q.device) // tokens)))
-    table = (page_table, page_table.stride(0), page_table.shape[1])
-    args = (q, weights, pages, pages.stride(0), len(pages), *table, token_row, context_len, out, out.stride(0))
     head_tile = 8 * min(8, -(-heads // 8))
     shared_floats = (head_tile + _SCORE_TILE) * (-(-head_dim // 4) * 4 + 4) + head_tile + 8 * _SCORE_TILE
-    grid = tokens * splits
-    signature = "PPPqiPqiPPPqii"
     launch(
         "paged_index_logits",
-        signature,
-        grid,
+        "PPPqiPqiPPPqii",
+        tokens * splits,
         128,
-        (*args, splits, out.shape[1]),
+        (*keys, *scores, splits, out.shape[1]),
         device=q.device,
         defines=defines,
         shared_bytes=4 * shared_floats,
     )
+
+
+def _page_tiles(pages: Tensor) -> TileMap:
+    """Each page as one tile, keys and scales."""
+    with torch.cuda.device(pages.device):
+        return tile_map(pages.data_ptr(), pages[0].numel() // ROW_BYTES, len(pages), pages.stride(0))
+
+
+def _scores_by_wgmma(q: Tensor, pages: Tensor, fmt: IndexKFormat, visits: int) -> bool:
+    """The rule that chooses paged_index_logits_fp8.cu over paged_index_logits.cu: the device multiplies by warpgroups,
+    the shape is the indexer's, copies of whole pages are aligned, and pages visited (an upper bound) count in 32 bits.
+    """
+    shape = q.dtype, q.shape[1] in (32, 64), q.shape[2], fmt, pages.shape[1]
+    aligned = (q.data_ptr() | pages.data_ptr() | pages.stride(0)) % 16 == 0
+    countable = visits < 2**31 and len(q) <= _FP8_MAX_TOKENS
+    fits = shape == (torch.float8_e4m3fn, True, 128, IndexKFormat.FP8, 64) and aligned and countable
+    return fits and has_wgmma(q.device)
 
 
 for _op in (_store_index_k, _gather_index_k, _paged_index_logits):

@@ -9,11 +9,15 @@ from graphkv.codecs import decode_latent, encode_latent
 from graphkv.errors import InvalidValue
 from graphkv.layout import LatentFormat, latent_layout
 from graphkv.ops.check import FLOATS, INT32, INT32_MAX, INT64, ArgumentCheck, member
-from graphkv.ops.launch import LATENT_FORMATS, SOURCES, launch, no_result
+from graphkv.ops.launch import LATENT_FORMATS, SOURCES, has_wgmma, launch, no_result, sm_count
 from graphkv.page_io import read_rows, write_rows
 
 _CPU_LATENT_ELEMENTS = 1 << 24  # bound on the latents [tokens, k, R + P] held at once by the CPU side
 _HEAD_TILE, _KEY_TILE = 16, 16  # query heads of a CTA of sparse_mla_decode, and keys it holds at once
+# The same for warpgroup products, what they are made for, and their kernel's shared memory.
+_WGMMA_HEAD_TILE, _WGMMA_KEY_TILE = 64, 64
+_WGMMA_RANK, _WGMMA_ROPE = 512, 64
+_WGMMA_SHARED_BYTES = 232_288
 
 
 def store_latent(c: Tensor, rope: Tensor, pages: Tensor, slot: Tensor, format: str, scale: float = 1.0) -> None:
@@ -59,7 +63,7 @@ def _store_latent_cuda(c: Tensor, rope: Tensor, pages: Tensor, slot: Tensor, for
     if not tokens:
         return
     defines = {
-        "FORMAT": LATENT_FORMATS[LatentFormat(format)],
+        "LATENT_FORMAT": LATENT_FORMATS[LatentFormat(format)],
         "SOURCE": SOURCES[c.dtype],
         "RANK": c.shape[1],
         "ROPE": rope.shape[1],
@@ -158,27 +162,53 @@ def _sparse_mla_decode_cuda(
     tokens, heads, width = q.shape
     if not tokens or not heads:
         return
+    wgmma = _fits_wgmma(q, pages, format, kv_lora_rank)
+    head_tiles = -(-heads // (_WGMMA_HEAD_TILE if wgmma else _HEAD_TILE))
+    cluster = _cluster(tokens * head_tiles, slot.shape[1], sm_count(q.device)) if wgmma else 1
     defines = {
         "FORMAT": LATENT_FORMATS[LatentFormat(format)],
         "SOURCE": SOURCES[q.dtype],
         "RANK": kv_lora_rank,
         "ROPE": width - kv_lora_rank,
         "BLOCK_SIZE": pages.shape[1],
+        "WGMMA": int(wgmma),
+        "CLUSTER": cluster,
     }
-    head_tiles = -(-heads // _HEAD_TILE)
     num_slots = pages.shape[0] * pages.shape[1]
     args = (q, pages, pages.stride(0), num_slots, slot, slot.shape[1], softmax_scale, scale, out, heads, head_tiles)
-    shared_bytes = 4 * (_HEAD_TILE + _KEY_TILE) * (-(-width // 64) * 64)
     launch(
         "sparse_mla_decode",
         "PPqqPiffPii",
-        tokens * head_tiles,
-        256,
+        tokens * head_tiles * cluster,
+        512 if wgmma else 256,
         args,
         device=q.device,
         defines=defines,
-        shared_bytes=shared_bytes,
+        shared_bytes=_WGMMA_SHARED_BYTES if wgmma else 4 * (_HEAD_TILE + _KEY_TILE) * (-(-width // 64) * 64),
     )
+
+
+def _fits_wgmma(q: Tensor, pages: Tensor, format: str, kv_lora_rank: int) -> bool:
+    """The rule for warpgroup products: the device has them, bf16 queries of the one width, vectors of 16 bytes."""
+    return (
+        has_wgmma(q.device)
+        and q.dtype == torch.bfloat16
+        and format != LatentFormat.FP32
+        and (kv_lora_rank, q.shape[2]) == (_WGMMA_RANK, _WGMMA_RANK + _WGMMA_ROPE)
+        and (pages.data_ptr() | pages.stride(0) | q.data_ptr()) % 16 == 0
+    )
+
+
+def _cluster(units: int, keys: int, sms: int) -> int:
+    """CTAs that share the keys of one unit, a token's 64 heads: as many as have an SM of their own.
+
+    A cluster lies within one GPC, and what is left over there is lost: larger clusters find fewer SMs than there are.
+    """
+    for cluster in (8, 4, 2):
+        places = sms if cluster == 2 else sms - sms // 11
+        if units * cluster <= places and keys > _WGMMA_KEY_TILE * cluster // 2:
+            return cluster
+    return 1
 
 
 _sparse_mla_decode.register_fake(no_result)

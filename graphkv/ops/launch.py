@@ -40,3 +40,8 @@ def no_result(*_: object) -> None:
 
 def sm_count(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def has_wgmma(device: torch.device) -> bool:
+    """Whether kernels made for sm_90a's warpgroup products run there; where they do not, their portable twins do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)

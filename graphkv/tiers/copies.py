@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import torch
@@ -11,32 +10,24 @@ from numpy.typing import NDArray
 
 from graphkv import ops
 from graphkv.device import Device
-from graphkv.errors import InvalidValue
 from graphkv.kernels import load
 from graphkv.pool import Pools
 from graphkv.tiers.host import HOST, HostTier, UnitLayout
 from graphkv.transfer import DEVICE, CopyJob
 
-Route = Literal["kernel", "engine"]
-"""How blocks cross the bus: one kernel a transfer, or one copy-engine call a block and pool, which takes no SM."""
-
 
 class BlockCopies:
     """Queues copies on torch's current stream; on the CPU device they are done on return.
 
+    Blocks cross the bus by copy engines, which take no SM from the steps; within the device a kernel copies them.
+
     Attributes:
         unit: how a block stands in a colder tier.
-
-    Args:
-        route: see `Route`.
-        ctas: thread blocks a transfer's kernel may take, 0 for the default of `ops.copy_blocks`.
     """
 
-    def __init__(self, pools: Pools, host: HostTier | None, device: Device, route: Route, ctas: int) -> None:
-        if route not in ("kernel", "engine"):
-            raise InvalidValue(f"route must be 'kernel' or 'engine', got {route!r}")
+    def __init__(self, pools: Pools, host: HostTier | None, device: Device) -> None:
         self.unit = UnitLayout.of(pools)
-        self._device, self._route, self._ctas = device, route, ctas
+        self._device = device
         self._layouts = [part.layout for part in self.unit.parts]
         self._parts = {DEVICE: [pool.blocks for pool in pools], HOST: host.parts if host else []}
         if device.is_cuda:
@@ -51,17 +42,17 @@ class BlockCopies:
     def cross(self, source_tier: int, target_tier: int, pairs: NDArray[np.intp]) -> None:
         """Copy whole blocks between device and host: pairs [N, 2] of source and target slots, targets distinct."""
         source, target = self._parts[source_tier], self._parts[target_tier]
-        if self._route == "kernel" or not self._device.is_cuda:
+        if not self._device.is_cuda:
             moves = np.zeros((len(pairs), 4), np.int32)
             moves[:, :2], moves[:, 3] = pairs, self.block_size
-            ops.copy_blocks(source, target, torch.from_numpy(moves), self._layouts, self._ctas)
+            ops.copy_blocks(source, target, torch.from_numpy(moves), self._layouts)
             return
-        stream = torch.cuda.current_stream(self._device.torch).cuda_stream
+        sources, targets, sizes = list[int](), list[int](), list[int]()
         for one, other in zip(source, target, strict=True):
-            num_bytes = one.shape[1] * one.shape[2]
-            starts = pairs * (one.stride(0), other.stride(0)) + (one.data_ptr(), other.data_ptr())
-            for at, to in starts.tolist():
-                self._device.copy(to, at, num_bytes, stream)
+            sources += (pairs[:, 0] * one.stride(0) + one.data_ptr()).tolist()
+            targets += (pairs[:, 1] * other.stride(0) + other.data_ptr()).tolist()
+            sizes += [one.shape[1] * one.shape[2]] * len(pairs)
+        self._device.copy_all(targets, sources, sizes, torch.cuda.current_stream(self._device.torch).cuda_stream)
 
     def within(self, moves: NDArray[np.int32]) -> None:
         """Copy tokens of blocks of the device: moves [N, 4] as of `ops.copy_blocks`, independent of each other."""

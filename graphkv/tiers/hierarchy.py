@@ -10,7 +10,6 @@ import torch
 from graphkv.device import Device
 from graphkv.errors import InvalidValue
 from graphkv.pool import Pools
-from graphkv.tiers.copies import Route
 from graphkv.tiers.disk import DiskTier
 from graphkv.tiers.host import HostTier, UnitLayout
 from graphkv.tiers.mover import TierMover
@@ -26,7 +25,6 @@ class TierOptions:
         resume_limit: share of the device's blocks that may be in use after a `resume`.
         transfer_limit_s: age in seconds at which a transfer counts as overdue.
         max_blocks_underway: most blocks of transfers that are begun unasked, to have room in time.
-        route, ctas: how blocks cross the bus, see `TierMover`.
         file_workers: threads for the disk tier.
     """
 
@@ -37,8 +35,6 @@ class TierOptions:
     resume_limit: float = 1.0
     transfer_limit_s: float = 30.0
     max_blocks_underway: int = 1024
-    route: Route = "kernel"
-    ctas: int = 0
     file_workers: int = 2
 
     def __post_init__(self) -> None:
@@ -89,8 +85,6 @@ class ColdTiers:
             disk=self.disk,
             steps=steps,
             limit_s=options.transfer_limit_s,
-            route=options.route,
-            ctas=options.ctas,
             file_workers=options.file_workers,
         )
         self.slots = tuple(tier.num_slots for tier in (self.host, self.disk) if tier is not None)
