@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,21 @@ def test_shrinking_keeps_what_is_in_a_colder_tier(device: torch.device) -> None:
     runtime.wait_ready(a)
     assert a.counts.cached == (0, 48)
     shadow.prefill([a])
+    shadow.check()
+
+
+def test_shrinking_waits_for_copies_that_nobody_asked_for(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, shadow = tier_runtime(device, HOST, num_blocks=12, max_num_blocks=12)
+    shadow.mover.late = True
+    shadow.close(run(shadow, 1, 60))
+    runtime.retire()
+    runtime.poll()
+    assert shadow.mover.held
+    monkeypatch.setattr(time, "sleep", lambda _: shadow.mover.release_all())
+    runtime.shrink(2)
+    assert runtime.manager.probe_match(prompt(1, 70)) == 48
     shadow.check()
 
 

@@ -19,7 +19,7 @@ from graphkv.errors import InvalidValue, NotReady, OutOfBlocks, TransferTimeout
 from graphkv.manager.prefix import Scope
 from graphkv.manager.v2 import RowState
 from graphkv.runtime import DecodeRuntime
-from graphkv.sequence import Sequence
+from graphkv.sequence import Batch, Sequence
 from graphkv.tiers.disk import FileOps
 from graphkv.tiers.hierarchy import TierOptions
 
@@ -143,6 +143,8 @@ def test_only_what_the_sequence_is_in_is_waited_for(device: torch.device) -> Non
 def test_what_is_not_ready_is_refused_with_a_way_out(device: torch.device, state: RowState) -> None:
     runtime, shadow = tier_runtime(device, HOST, late=True)
     a, b = run(shadow, 1, 40), run(shadow, 2, 20)
+    batch = Batch([b, a])
+    shadow.step(batch)
     runtime.suspend(a)
     if state != RowState.SUSPENDING:
         shadow.mover.release_all()
@@ -153,6 +155,7 @@ def test_what_is_not_ready_is_refused_with_a_way_out(device: torch.device, state
     way_out = "resume it first" if state == RowState.SUSPENDED else "leave it out until poll"
     calls: list[Callable[[], object]] = [
         lambda: runtime.step([b, a]),
+        lambda: runtime.step(batch),
         lambda: runtime.prefill([a]),
         lambda: runtime.fork(a),
         lambda: runtime.rewind(a, 1),
@@ -175,6 +178,33 @@ def test_what_is_not_ready_is_refused_with_a_way_out(device: torch.device, state
         runtime.resume(a)
         shadow.mover.release_all()
     runtime.wait_ready([a, b])
+    shadow.step([a, b])
+    shadow.check()
+
+
+def test_who_is_named_is_looked_for(device: torch.device) -> None:
+    """Nobody polled since the transfer ended: the step that needs the sequence does."""
+    runtime, shadow = tier_runtime(device, HOST, late=True)
+    a = run(shadow, 1, 40)
+    runtime.suspend(a)
+    shadow.mover.release_all()
+    runtime.poll()
+    runtime.resume(a)
+    shadow.mover.release_all()
+    assert a.state == RowState.LOADING
+    shadow.step([a])
+    shadow.check()
+
+
+def test_rows_come_and_go_without_a_step_between_to_carry_their_table_cells(device: torch.device) -> None:
+    runtime, shadow = tier_runtime(device, HOST)
+    a, b = run(shadow, 1, 90), run(shadow, 2, 90)
+    for _ in range(8):
+        for sequence in (a, b):
+            runtime.suspend(sequence)
+            settle(runtime, sequence)
+            runtime.resume(sequence)
+        runtime.wait_ready([a, b])
     shadow.step([a, b])
     shadow.check()
 

@@ -19,7 +19,7 @@ from watched_mover import WatchedMover
 from graphkv.layout import Role, Side
 from graphkv.manager.prefix import EVERYONE, Scope
 from graphkv.runtime import DecodeRuntime
-from graphkv.sequence import Chunk
+from graphkv.sequence import Batch, Chunk
 from graphkv.sequence import Sequence as Running
 from graphkv.tiers.hierarchy import TierOptions
 from graphkv.transfer import DEVICE, CopyJob
@@ -144,8 +144,8 @@ class TierShadow:
             known.tokens.append(known.tokens[-1] + 1)
         return step
 
-    def step(self, sequences: Iterable[Running]) -> int:
-        batch = list(sequences)
+    def step(self, sequences: Iterable[Running] | Batch) -> int:
+        batch = sequences if isinstance(sequences, Batch) else list(sequences)
         step = self.runtime.step(batch)
         for sequence in batch:
             known = self.sequences[sequence]
