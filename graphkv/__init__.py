@@ -24,6 +24,7 @@ from graphkv.layout import IndexKFormat, LatentFormat, PageLayout, Role, ScaleMo
 from graphkv.manager.prefix import Content, Scope
 from graphkv.manager.retention import Retention
 from graphkv.manager.v2 import ManagerStats, ManagerV2
+from graphkv.manager.windowed import WindowedManager
 from graphkv.metadata import StepMetadata
 from graphkv.pool import Pools
 from graphkv.runtime import DecodeRuntime
@@ -37,6 +38,7 @@ from graphkv.tiers.disk import DiskTier
 from graphkv.tiers.hierarchy import TierOptions
 from graphkv.tiers.host import HostTier
 from graphkv.tiers.mover import TierMover
+from graphkv.window import Window
 
 __version__ = "0.1.0"
 
@@ -85,5 +87,7 @@ __all__ = [
     "TransferTimeout",
     "UnsupportedCombination",
     "V1Runner",
+    "Window",
+    "WindowedManager",
     "create_cache_manager",
 ]

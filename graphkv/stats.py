@@ -9,7 +9,7 @@ from graphkv.layout import Role, Side
 
 @dataclass(frozen=True, slots=True)
 class RoleBytes:
-    """Bytes of one role of one side in one tier.
+    """Bytes of one role of one side and layer group in one tier.
 
     Attributes:
         total: of all blocks.
@@ -20,6 +20,7 @@ class RoleBytes:
     role: Role
     total: int
     used: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class TierStats:
         peak_held: the most that were referenced at a time.
         stored, evicted: how often content became findable here, and had to make room.
         memory_bytes: what the tier takes: mapped, pinned, or at most on disk.
-        roles: its blocks' bytes, by side and role.
+        roles: bytes by side and role, of layer groups with a window too; all else here is of group 0.
     """
 
     tier: int

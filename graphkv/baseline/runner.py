@@ -298,10 +298,10 @@ class V1Runner:
         target = self._builder.live(Side.TARGET, uploaded, token_ids)
         binding = SideBinding(target)
 
-        def derive(side: Side, _: StepMetadata, plan: DerivePlan) -> StepMetadata:
+        def derive(side: Side, _: StepMetadata, plan: DerivePlan) -> tuple[StepMetadata, ...]:
             if side not in self.config.sides:
                 raise InvalidValue(f"this cache has no {side} side; give CacheConfig draft_layers to have one")
-            return self._builder.derive(side, uploaded, plan)
+            return (self._builder.derive(side, uploaded, plan),)
 
         context = StepContext(kind, binding, self.pools, self._workspaces[kind], self.next_n, max_context, derive)
         with binding.stepping(), torch.no_grad():

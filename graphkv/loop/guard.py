@@ -14,7 +14,7 @@ POISON = 0xFF
 
 
 class FreeBlockGuard:
-    """Poisons blocks that have become free, and finds those that somebody wrote since.
+    """Poisons blocks of group 0 that have become free, and finds those that somebody wrote since.
 
     Args:
         stream: the stream that steps run on: what touches a block afterwards comes later there, or waits for it.
@@ -31,7 +31,7 @@ class FreeBlockGuard:
         known[: min(before.size, free.size)] = before[: free.size]
         with self._device.running_on(self._stream):
             for block in np.flatnonzero(free & ~known).tolist():
-                for pool in self._pools:
+                for pool in self._pools.of_group(0):
                     pool.block(block).fill_(POISON)
         self._poisoned = free
 
@@ -40,7 +40,7 @@ class FreeBlockGuard:
         free = self._free()
         self._device.synchronize()
         for block in np.flatnonzero(self._poisoned[: free.size] & free[: self._poisoned.size]).tolist():
-            for number, pool in enumerate(self._pools):
+            for number, pool in enumerate(self._pools.of_group(0)):
                 if not bool((pool.block(block) == POISON).all()):
                     raise AssertionError(f"block {block} is free, and somebody wrote into it in pool {number}")
 

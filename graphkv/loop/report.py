@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from graphkv.device import Device
 from graphkv.engine import StepEngine
 from graphkv.layout import Role
+from graphkv.manager.blocks import BlockCounts
 from graphkv.manager.v2 import ManagerV2
 from graphkv.pool import Pools
 from graphkv.stats import RoleBytes, RuntimeStats, TierStats
 from graphkv.tiers.hierarchy import ColdTiers
+from graphkv.transfer import DEVICE
 
 
 def runtime_stats(
@@ -46,13 +50,10 @@ def runtime_stats(
 def _tiers(manager: ManagerV2, pools: Pools, tiers: ColdTiers | None) -> tuple[TierStats, ...]:
     colder = () if tiers is None else tuple(tier.num_bytes for tier in (tiers.host, tiers.disk) if tier is not None)
     memory = pools.num_bytes, *colder
+    windows = manager.stats().windows
     found: list[TierStats] = []
     for tier, (counts, stored, evicted) in enumerate(manager.tier_counts()):
-        roles = []
-        for side in pools.config.sides:
-            for role in Role:
-                size = pools.pool(side, role).block_bytes
-                roles.append(RoleBytes(side, role, counts.total * size, (counts.total - counts.free) * size))
+        groups = counts, *(windows if tier == DEVICE else ())
         found.append(
             TierStats(
                 tier,
@@ -66,7 +67,17 @@ def _tiers(manager: ManagerV2, pools: Pools, tiers: ColdTiers | None) -> tuple[T
                 stored,
                 evicted,
                 memory[tier],
-                tuple(roles),
+                tuple(_roles(pools, groups)),
             )
         )
     return tuple(found)
+
+
+def _roles(pools: Pools, groups: Sequence[BlockCounts]) -> Iterator[RoleBytes]:
+    config = pools.config
+    for group, counts in enumerate(groups):
+        for side in config.sides:
+            for role in Role:
+                if config.page_scale(side, role, group):
+                    size = pools.pool(side, role, group).block_bytes
+                    yield RoleBytes(side, role, counts.total * size, (counts.total - counts.free) * size, group)

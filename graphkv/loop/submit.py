@@ -49,8 +49,9 @@ class Submitter:
         self._engine, self._manager, self._tokens, self._flight = engine, manager, tokens, flight
         self._copies, self._device = copies, device
         self._next_n, self._block_size = shape.next_n, copies.block_size
-        # What the steps in flight may add to the journal when they retire.
+        # What the steps in flight may add to the journal when they retire, in each layer group.
         self._edits_apart = 2 * manager.max_rows + 2 * shape.chunk_blocks
+        self._groups = manager.num_groups
 
     def decode(self, batch: Batch) -> int:
         """Submit a decode step; its number. `OutOfBlocks` with nothing changed."""
@@ -88,7 +89,7 @@ class Submitter:
 
         A full one is brought to the device by a step of padded rows.
         """
-        if self._manager.edits_room < edits + self._edits_apart:
+        if self._manager.edits_room < self._groups * (edits + self._edits_apart):
             frame, bucket = self.acquire(), self._engine.graphs.buckets[0]
             self._note(self._engine.submit_decode(self._seal(frame, bucket, 0, 0, None), bucket), IDLE)
 
@@ -102,8 +103,9 @@ class Submitter:
     def copy(self, jobs: AbstractSequence[CopyJob]) -> None:
         """Put copies on the steps' stream, before the next step."""
         with self._device.running_on(self._engine.stream):
-            for moves in independent_moves(jobs):
-                self._copies.within(moves)
+            for group in sorted({job.group for job in jobs}):
+                for moves in independent_moves([job for job in jobs if job.group == group]):
+                    self._copies.within(moves, group)
 
     def copy_now(self) -> None:
         """Put what copies are pending on the steps' stream, without a step.
@@ -120,7 +122,9 @@ class Submitter:
         frame = self.acquire()
         try:
             self._manager.claim(batch.rows, n)
-        except OutOfBlocks:
+        except OutOfBlocks as short:
+            if short.group:  # what is stale in its window is free once the steps in flight have retired
+                self._flight.retire()
             self.find_room(lambda: self._manager.claim(batch.rows, n))
         return frame
 
