@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tier_shadow import CANARY, tier_runtime
+from tier_shadow import tier_runtime
 
 from graphkv.errors import GraphKVError, InvalidValue, NotReady, OutOfBlocks, OutOfRows
 from graphkv.loop import submit
@@ -149,10 +149,7 @@ class RuntimeWorld:
     def resize(self, rng: Random) -> None:
         target, before = rng.randint(FEWEST, MOST), self.runtime.pools.num_blocks
         if target > before:
-            self.attempt("grow", self.runtime.grow, target)
-            for pool, image in zip(self.runtime.pools, self.shadow.images, strict=True):
-                pool.blocks[before:target].fill_(CANARY)
-                image[before:target] = CANARY
+            self.attempt("grow", self.shadow.grow, target)
         elif target < before:
             self.attempt("shrink", self.runtime.shrink, target)
 

@@ -54,6 +54,7 @@ class TierShadow:
         self.colder: dict[tuple[int, int], Image] = {}
         for pool in runtime.pools:
             pool.blocks[: pool.num_blocks].fill_(CANARY)
+        runtime.device.synchronize()  # steps and transfers run on other streams
         self.mover: WatchedMover | None = None
         if runtime.tiers is not None:
             self.mover = WatchedMover(runtime.tiers.mover, self._began, self._failed, late)
@@ -168,6 +169,15 @@ class TierShadow:
         known = self.sequences[sequence]
         known.fed -= count
         del known.tokens[known.fed + 1 :]
+
+    def grow(self, num_blocks: int) -> None:
+        """Grow, and make the new blocks' bytes known."""
+        before = self.runtime.pools.num_blocks
+        self.runtime.grow(num_blocks)
+        for pool, image in zip(self.runtime.pools, self.images, strict=True):
+            pool.blocks[before:num_blocks].fill_(CANARY)
+            image[before:num_blocks] = CANARY
+        self.runtime.device.synchronize()
 
     def close(self, sequence: Running) -> None:
         self.runtime.close(sequence)

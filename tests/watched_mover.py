@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from graphkv.tiers.mover import TierMover
 from graphkv.transfer import DEVICE, BlockMover, CopyJob
 
@@ -82,6 +84,8 @@ class WatchedMover(BlockMover):
         if job.target_tier == DEVICE:
             for pool in self.inner._pools:
                 pool.block(job.target).fill_(GARBAGE)
+                if pool.data.is_cuda:
+                    torch.cuda.synchronize(pool.data.device)  # steps and transfers run on other streams
         elif job.target_tier == 1:
             self.inner._host.data[job.target].fill_(GARBAGE)
         else:
