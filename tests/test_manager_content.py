@@ -402,3 +402,29 @@ def test_the_highest_priority_that_touches_a_block_counts() -> None:
     blocks_of = {(0, 16): (10, np.inf), (4, 16): (35, np.inf), (16, 32): (80, 7.0), (48, 64): (60, np.inf)}
     for (start, stop), worth in blocks_of.items():
         assert retention.of(start, stop, 5.0) == (*worth, 35)
+
+
+def test_blocks_are_vacated_unless_somebody_may_touch_them() -> None:
+    manager = make(num_blocks=9)
+    a, b = fill(manager, ids(0, 48)), fill(manager, ids(100, 132))
+    manager.submitted = 5
+    manager.close(a, 5, int(manager.serial[a]))
+    before = manager.stats()
+    assert (before.blocks_cached, before.blocks_held) == (3, 2)
+    assert manager.vacate(1) == 5, "two are held, and step 5 may touch three"
+    assert manager.vacate(3) == 3
+    assert manager.vacate(6) == 0
+    assert manager.stats() == before
+    with pytest.raises(InvalidValue, match="3 blocks from id 3 on are not free"):
+        manager.resize(3)
+    with pytest.raises(InvalidValue, match="down to 2 in all"):
+        manager.resize(1)
+    manager.retire(5)
+    close(manager, b)
+    assert manager.vacate(3) == 0
+    manager.resize(3)
+    assert manager.stats().blocks_total == 2
+    assert manager.probe_match(ids(0, 48)) == 0, "what builds on the block 3 went with it"
+    manager.resize(5)
+    manager.check()
+    assert set(manager.blocks.take(2).tolist()) == {1, 2}, "new ones come after those that are free"

@@ -83,6 +83,7 @@ TestManagerWithHost = OneTierMachine.TestCase
 TestManagerWithHostAndDisk = TwoTierMachine.TestCase
 for case in (TestManagerAlone, TestManagerWithHost, TestManagerWithHostAndDisk):
     case.settings = QUICK
+del case  # or pytest runs it once more by that name
 
 
 @pytest.mark.parametrize("tiers", [(), (5,), (6, 12), (16, 20)], ids=str)

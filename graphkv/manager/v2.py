@@ -207,6 +207,12 @@ class ManagerV2(MovingRows):
         self.index_commits()
         return self.events.take()
 
+    def tier_counts(self) -> list[tuple[BlockCounts, int, int]]:
+        """For each tier: its blocks by state, and how often content became findable there and had to make room."""
+        self.index_commits()
+        cache = self._cache
+        return list(zip((slots.counts() for slots in cache.tiers), cache.stored, cache.evicted, strict=True))
+
     def stats(self) -> ManagerStats:
         """Counts of blocks, rows and edits, now."""
         self.index_commits()
