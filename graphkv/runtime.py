@@ -11,6 +11,7 @@ from graphkv.config import CacheConfig
 from graphkv.device import Device
 from graphkv.engine import EngineShape, Mode, StepEngine
 from graphkv.errors import InvalidValue, TransferTimeout
+from graphkv.footprint import Footprint
 from graphkv.frames import Upload
 from graphkv.layout import Side
 from graphkv.loop.demands import check_demands
@@ -53,6 +54,7 @@ class DecodeRuntime(MovingVerbs):
         upload: how packets reach the device, see `graphkv.frames.Upload`.
         prefix_caching: whether sequences that begin alike share blocks. The blocks of closed sequences then stay
             cached until their room is needed.
+        match_back_off: see `ManagerV2`; the tokens that a draft side reads ahead, if it does.
         requirements: what else the cache will be used for; what cannot work is refused here.
         tiers: where blocks go that the device has no room for; none by default.
         event_capacity: events kept until `take_events`; 0 records none.
@@ -79,6 +81,7 @@ class DecodeRuntime(MovingVerbs):
         mode: Mode = "graph",
         upload: Upload = "copy",
         prefix_caching: bool = True,
+        match_back_off: int = 0,
         tiers: TierOptions | None = None,
         requirements: Requirements | None = None,
         event_capacity: int = 0,
@@ -114,11 +117,12 @@ class DecodeRuntime(MovingVerbs):
         options: V2Options = {
             "max_edits": shape.max_edits,
             "prefix_caching": prefix_caching,
+            "match_back_off": match_back_off,
             "whole_copies": setting.splits_scales,
             "event_capacity": event_capacity,
             "self_check": self_check,
         }
-        self._can_grow = max_num_blocks is not None
+        self._can_grow, self._shape = max_num_blocks is not None, shape
         with device.guard():
             self.pools = Pools(config, num_blocks, device, max_num_blocks, window_blocks=window_blocks)
             engine = StepEngine(config, self.pools, model, shape, device, mode, upload)
@@ -216,6 +220,18 @@ class DecodeRuntime(MovingVerbs):
         submitted, retired = self._engine.submitted, self._engine.retired
         if not retired <= submitted <= retired + 2:
             raise AssertionError(f"{submitted} steps submitted and {retired} retired with two frames")
+
+    def footprint(self) -> Footprint:
+        """The memory that the runtime has taken, by kind. All but the workspaces follow from its arguments alone, see
+        `Footprint.estimate`; pools that can grow take whole chunks of the device's."""
+        return Footprint.estimate(
+            self.config,
+            self._shape,
+            (self.pools.num_blocks, *self.pools.window_blocks),
+            self.device,
+            host_bytes=0 if self.tiers is None else self.tiers.host.num_bytes,
+            workspace_bytes=self._engine.workspace_bytes,
+        )
 
     def stats(self) -> RuntimeStats:
         """Counts since construction, and the state now, by tier and role."""
