@@ -9,7 +9,7 @@ import oracles
 import places
 import pytest
 import torch
-from helpers import POISON, poison
+from helpers import CUDA, POISON, poison, variants
 from hypothesis import given
 from hypothesis import strategies as st
 from places import GuardedPages, tensor
@@ -157,10 +157,12 @@ def test_topk_breaks_ties_by_lowest_position(device: torch.device, row: np.ndarr
     check_topk(np.stack([row, row[::-1]]).astype(np.float32), np.array([200, 171]), 64, device)
 
 
+SHORT = [Split(512, 1, items, eager=eager) for items in (8, 16) for eager in (False, True)]
 SPLITS = [
-    *(pytest.param("host", split, marks=pytest.mark.host) for split in (Split(1024, 1, 8), Split(512, 1, 4))),
-    pytest.param("cuda", Split(512, 1, 4), marks=pytest.mark.gpu),
-    *(pytest.param("cuda", Split(1024, cluster, 4), marks=pytest.mark.gpu) for cluster in (1, 2, 4, 8)),
+    *(pytest.param("host", split, marks=pytest.mark.host) for split in (*SHORT, Split(1024, 1, 32, True, False, 4))),
+    *(pytest.param("cuda", split, marks=pytest.mark.gpu) for split in SHORT if split.items == 16 or split.eager),
+    *(pytest.param("cuda", Split(512, cluster, 16, eager=True), marks=pytest.mark.gpu) for cluster in (2, 4, 8)),
+    *(pytest.param("cuda", Split(1024, cluster, 32, True, False, 4), marks=pytest.mark.gpu) for cluster in (1, 2, 4, 8)),
 ]
 
 
@@ -171,7 +173,8 @@ def test_topk_is_exact_however_rows_are_split(
 ) -> None:
     device = places.enter(place, monkeypatch)
     monkeypatch.setattr(select, "split_rows", lambda *_: split)
-    width = split.threads * split.cluster * 9 - 5  # the last keys of a thread are not kept in shared memory
+    # As many columns as registers hold, or so many that the last keys of a thread are not kept in shared memory either.
+    width = split.threads * split.cluster * (73 if split.long else split.items) - 5
     values = rng.standard_normal((5, width))
     logits = {
         "random": values,
@@ -187,33 +190,32 @@ def test_topk_is_exact_however_rows_are_split(
 
 def test_rows_are_split_by_number_and_width() -> None:
     h200 = Limits(132, 8, 227 * 1024 - 42 * 1024)
-    for tokens, width, threads, cluster in [
-        (1, 65536, 1024, 8),
-        (64, 4096, 1024, 1),
-        (64, 65536, 1024, 2),
-        (32, 65536, 1024, 2),  # 32 clusters of 4 would not fit at once
-        (256, 8192, 512, 1),
-        (256, 65536, 1024, 2),
-        (1, 1_000_000, 1024, 8),
+    for tokens, width, split in [
+        (1, 65536, Split(512, 8, 16, eager=True)),
+        (64, 4096, Split(512, 1, 8, eager=True)),
+        (64, 16384, Split(512, 2, 16, eager=True)),
+        (64, 65536, Split(1024, 2, 32, long=True)),
+        (32, 65536, Split(1024, 2, 32, long=True)),  # 32 clusters of 4 would not fit at once
+        (64, 131072, Split(1024, 2, 32, long=True, shared_items=32)),
+        (256, 8192, Split(512, 1, 16)),
+        (256, 65536, Split(1024, 1, 32, long=True, shared_items=32)),
+        (1, 1_000_000, Split(1024, 8, 32, long=True, shared_items=44)),
     ]:
-        assert select.split_rows(tokens, width, h200)[:2] == (threads, cluster)
+        assert select.split_rows(tokens, width, h200) == split
 
 
 @given(
     tokens=st.integers(1, 5000),
     width=st.integers(0, 2_000_000),
-    limits=st.builds(Limits, st.integers(1, 200), st.sampled_from([1, 8]), st.integers(16 * 1024, 200 * 1024)),
+    limits=st.builds(Limits, st.integers(1, 200), st.sampled_from([1, 8]), st.integers(48 * 1024, 200 * 1024)),
 )
 def test_every_split_can_be_launched(tokens: int, width: int, limits: Limits) -> None:
     split = select.split_rows(tokens, width, limits)
     assert split.cluster <= limits.largest_cluster
     assert split.shared_items % 4 == 0
-    assert 4 * split.threads * split.shared_items <= limits.shared_bytes
-    assert split[:2] in {(threads, cluster) for threads in (512, 1024) for cluster in (1, 2, 4, 8)} - {
-        (512, 2),
-        (512, 4),
-        (512, 8),
-    }
+    assert split.shared_bytes <= limits.shared_bytes
+    assert split.long or width <= split.threads * split.cluster * split.items
+    assert {name: str(value) for name, value in split.defines.items()} in variants(CUDA / "topk.cu")
 
 
 @given(by=st.integers(1, 2**31 - 1), numbers=st.lists(st.integers(0, 2**31 - 1)))

@@ -54,16 +54,31 @@ class Limits(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How rows are split: threads of a block, blocks of a row, keys that a thread keeps in shared memory."""
+    """How rows are split, and which variant of the kernel takes them."""
 
-    threads: int
-    cluster: int
-    shared_items: int
+    threads: int  # of a block
+    cluster: int  # blocks of a row
+    items: int  # keys that a thread holds in registers
+    long: bool = False  # a thread may have more keys than that
+    eager: bool = False  # a row is read up to its width before its context is known
+    shared_items: int = 0  # of those that are not in registers, how many keys a thread keeps in shared memory
+
+    @property
+    def defines(self) -> dict[str, int]:
+        names = {"THREADS": self.threads, "CLUSTER": self.cluster, "ITEMS": self.items}
+        return names | {"LONG": int(self.long), "EAGER": int(self.eager)}
+
+    @property
+    def shared_bytes(self) -> int:
+        """A short row's block lists what it selects; a long one's keeps keys."""
+        return 4 * self.threads * (self.shared_items if self.long else self.items)
 
 
 _STATIC_SHARED = 42 * 1024  # of the kernel's largest variant
 _LEAST_SHARE = 8192  # columns of a block below which another block of the row would cost more than it saves
 _GROUP = 4  # keys that a thread handles at once
+_SHORT_THREADS, _SHORT_ITEMS, _LONG_THREADS, _LONG_ITEMS = 512, (8, 16), 1024, 32
+_EAGER_COLUMNS = 1 << 20  # logits that may be read in vain
 
 
 @functools.cache
@@ -75,23 +90,38 @@ def limits_of(device: torch.device) -> Limits:
 
 
 def split_rows(tokens: int, width: int, limits: Limits) -> Split:
-    """Decide from what a captured launch may depend on: the number of rows and the widest that one may be.
+    """Decide from what a captured launch may depend on: the number of rows and the widest that one may be."""
+    return _split_short(tokens, width, limits) or _split_long(tokens, width, limits)
 
-    Up to one row a multiprocessor, clusters spread the rows over all of them. Of more rows than that, two blocks share
-    a multiprocessor while the keys of both fit, and clusters only make the keys of wide rows fit.
+
+def _split_short(tokens: int, width: int, limits: Limits) -> Split | None:
+    """The split of rows whose keys fit into the registers of small blocks, two of which share a multiprocessor."""
+    eager = tokens * width <= _EAGER_COLUMNS
+    for items in _SHORT_ITEMS:
+        if width <= _SHORT_THREADS * items:
+            return Split(_SHORT_THREADS, 1, items, eager=eager)
+    cluster = 1 << (-(-width // (_SHORT_THREADS * items)) - 1).bit_length()
+    if cluster <= limits.largest_cluster and tokens * cluster <= limits.sm_count:
+        return Split(_SHORT_THREADS, cluster, items, eager=True)
+    return None
+
+
+def _split_long(tokens: int, width: int, limits: Limits) -> Split:
+    """Up to one row a multiprocessor, clusters spread the rows over all of them. Of more rows than that, clusters only
+    make the keys of wide rows fit.
     """
-    threads = 512 if tokens > limits.sm_count and width <= 512 * 32 else 1024
+    threads, items = _LONG_THREADS, _LONG_ITEMS
     most_items = limits.shared_bytes // (4 * threads) // _GROUP * _GROUP
     cluster = 1
-    while threads == 1024 and 2 * cluster <= limits.largest_cluster:
+    while 2 * cluster <= limits.largest_cluster:
         # Clusters above 2 leave multiprocessors idle where their number in a GPC is no multiple.
         room = limits.sm_count if cluster == 1 else limits.sm_count * 9 // 10
         spread = 2 * cluster * tokens <= room and width > cluster * _LEAST_SHARE
-        if not (spread or (tokens > limits.sm_count and width > cluster * 1024 * most_items)):
+        if not (spread or (tokens > limits.sm_count and width > cluster * threads * (items + most_items))):
             break
         cluster *= 2
-    needed = -(-width // (threads * cluster))
-    return Split(threads, cluster, min(-(-needed // _GROUP) * _GROUP, most_items))
+    needed = max(0, -(-width // (threads * cluster)) - 1) // items * items
+    return Split(threads, cluster, items, long=True, shared_items=min(needed, most_items))
 
 
 def divisor(by: int) -> tuple[int, int, int]:
@@ -166,8 +196,8 @@ def _topk_cuda(
         split.threads,
         (*args, k, split.shared_items, out_slot, out_position),
         device=logits.device,
-        defines={"THREADS": split.threads, "CLUSTER": split.cluster},
-        shared_bytes=4 * split.threads * split.shared_items,
+        defines=split.defines,
+        shared_bytes=split.shared_bytes,
     )
 
 
