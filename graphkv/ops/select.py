@@ -50,7 +50,6 @@ class Limits(NamedTuple):
 
     sm_count: int
     largest_cluster: int  # blocks that may share a row
-    shared_bytes: int  # dynamic shared memory that a block may have
 
 
 class Split(NamedTuple):
@@ -59,9 +58,8 @@ class Split(NamedTuple):
     threads: int  # of a block
     cluster: int  # blocks of a row
     items: int  # keys that a thread holds in registers
-    long: bool = False  # a thread may have more keys than that
+    long: bool = False  # a row may have more keys than its threads hold
     eager: bool = False  # a row is read up to its width before its context is known
-    shared_items: int = 0  # of those that are not in registers, how many keys a thread keeps in shared memory
 
     @property
     def defines(self) -> dict[str, int]:
@@ -70,14 +68,14 @@ class Split(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """A short row's block lists what it selects; a long one's keeps keys."""
-        return 4 * self.threads * (self.shared_items if self.long else self.items)
+        """A block lists what it selects, and before that, of a long row, what it may select."""
+        return 4 * self.threads * self.items * (1 + self.long)
 
 
-_STATIC_SHARED = 42 * 1024  # of the kernel's largest variant
 _LEAST_SHARE = 8192  # columns of a block below which another block of the row would cost more than it saves
-_GROUP = 4  # keys that a thread handles at once
-_SHORT_THREADS, _SHORT_ITEMS, _LONG_THREADS, _LONG_ITEMS = 512, (8, 16), 1024, 32
+_MOST_SHARE = 98_304  # above, a sample of a block's share is too small
+_SHORT_THREADS, _SHORT_ITEMS = 512, (8, 16)
+_LONG_THREADS, _LONG_ITEMS = 1024, 4
 _EAGER_COLUMNS = 1 << 20  # logits that may be read in vain
 
 
@@ -85,43 +83,31 @@ _EAGER_COLUMNS = 1 << 20  # logits that may be read in vain
 def limits_of(device: torch.device) -> Limits:
     properties: Any = torch.cuda.get_device_properties(device)
     cluster = 8 if properties.major >= 9 else 1  # the most that every device with clusters can do
-    shared = properties.shared_memory_per_block_optin - _STATIC_SHARED
-    return Limits(properties.multi_processor_count, cluster, shared)
+    return Limits(properties.multi_processor_count, cluster)
 
 
 def split_rows(tokens: int, width: int, limits: Limits) -> Split:
     """Decide from what a captured launch may depend on: the number of rows and the widest that one may be."""
-    return _split_short(tokens, width, limits) or _split_long(tokens, width, limits)
-
-
-def _split_short(tokens: int, width: int, limits: Limits) -> Split | None:
-    """The split of rows whose keys fit into the registers of small blocks, two of which share a multiprocessor."""
-    eager = tokens * width <= _EAGER_COLUMNS
     for items in _SHORT_ITEMS:
         if width <= _SHORT_THREADS * items:
-            return Split(_SHORT_THREADS, 1, items, eager=eager)
+            return Split(_SHORT_THREADS, 1, items, eager=tokens * width <= _EAGER_COLUMNS)
     cluster = 1 << (-(-width // (_SHORT_THREADS * items)) - 1).bit_length()
     if cluster <= limits.largest_cluster and tokens * cluster <= limits.sm_count:
         return Split(_SHORT_THREADS, cluster, items, eager=True)
-    return None
+    return Split(_LONG_THREADS, _blocks_of_long_row(tokens, width, limits), _LONG_ITEMS, long=True)
 
 
-def _split_long(tokens: int, width: int, limits: Limits) -> Split:
-    """Up to one row a multiprocessor, clusters spread the rows over all of them. Of more rows than that, clusters only
-    make the keys of wide rows fit.
-    """
-    threads, items = _LONG_THREADS, _LONG_ITEMS
-    most_items = limits.shared_bytes // (4 * threads) // _GROUP * _GROUP
+def _blocks_of_long_row(tokens: int, width: int, limits: Limits) -> int:
+    """Up to one row a multiprocessor, clusters spread the rows over all of them."""
     cluster = 1
     while 2 * cluster <= limits.largest_cluster:
         # Clusters above 2 leave multiprocessors idle where their number in a GPC is no multiple.
         room = limits.sm_count if cluster == 1 else limits.sm_count * 9 // 10
         spread = 2 * cluster * tokens <= room and width > cluster * _LEAST_SHARE
-        if not (spread or (tokens > limits.sm_count and width > cluster * threads * (items + most_items))):
+        if not spread and width <= cluster * _MOST_SHARE:
             break
         cluster *= 2
-    needed = max(0, -(-width // (threads * cluster)) - 1) // items * items
-    return Split(threads, cluster, items, long=True, shared_items=min(needed, most_items))
+    return cluster
 
 
 def divisor(by: int) -> tuple[int, int, int]:
@@ -191,10 +177,10 @@ def _topk_cuda(
     args = (logits, logits.stride(0), logits.shape[1], context_len, *table, token_row, *divisor(block_size))
     launch(
         "topk",
-        "PqiPPqiPiiiiiPP",
+        "PqiPPqiPiiiiPP",
         tokens * split.cluster,
         split.threads,
-        (*args, k, split.shared_items, out_slot, out_position),
+        (*args, k, out_slot, out_position),
         device=logits.device,
         defines=split.defines,
         shared_bytes=split.shared_bytes,
