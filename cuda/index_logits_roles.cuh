@@ -1,13 +1,19 @@
 // The sm_90a side of paged_index_logits_fp8.cu: the roles of a CTA's warps, and what they share. One warp has pages
 // copied into a ring, three lay out the queries of the next group, and three warpgroups take every third page each:
-// keys from the page into registers, which frees the buffer, products with the queries, the weighted sum over the heads.
+// products of its keys with the queries, the weighted sum over the heads.
+//
+// For groups of one or two tokens the keys go through registers, which frees the buffer at once and leaves shared memory
+// to the queries; for larger groups that costs more than products which read both operands from shared memory. There
+// the two tokens of a pair make one product. Either way a score is the same sum of the same products.
 #pragma once
 
 constexpr i32 MOST_TOKENS = 1 << 15;                                    // of a call
-constexpr i32 PAGE = VALUES + 4 * BLOCK;                                // bytes
+constexpr i32 PAGE = VALUES + 4 * BLOCK, ROOM = 9 * 1024;               // bytes of a page, and of its buffer
 constexpr i32 LOADERS = 96;                                             // threads that lay out queries
 constexpr i32 FEEDER_REGISTERS = 56, CONSUMER_REGISTERS = 152;          // of 128 each that the launch gives
 constexpr i32 WEIGHTS_EACH = HEADS / 4, WEIGHT_ROW = WEIGHTS_EACH + 4;  // a lane's; 4 more keep shared banks apart
+
+constexpr bool BY_REGISTERS = GROUP <= 2;
 
 // A group's share of the CTA's pages, as the consumers need it.
 struct Assignment {
@@ -29,13 +35,13 @@ struct Queries {
 // Buffers for pages, all that fit. A buffer is always the same consumer's. A wait tells only two rounds of a barrier
 // apart: a consumer that came to a buffer while another had yet to take the round before would read too early.
 constexpr i32 STAGES =
-    (SHARED_BYTES - 1024 - static_cast<i32>(sizeof(Queries))) / (PAGE + 24) / CONSUMERS * CONSUMERS;
+    (SHARED_BYTES - 1024 - static_cast<i32>(sizeof(Queries))) / (ROOM + 20) / CONSUMERS * CONSUMERS;
 
 struct Shared {
+  u8 page[STAGES][ROOM];  // rows of 128 bytes, as rows_of_128_bytes wants them: the keys, then two of scales
   Queries queries;
   u64 full[STAGES], empty[STAGES];
   float bias[STAGES];  // NaN where there was no page to read, else 0
-  __align__(128) u8 page[STAGES][PAGE];
 };
 static_assert(FEEDER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * 128, "no register is new");
 static_assert(sizeof(Queries::values) >= 4 * (MOST_TOKENS / WARP + 2), "the marks of page_range lie there at first");
@@ -52,7 +58,8 @@ struct Place {
 };
 
 // One warp: the pages of the range, in order, into the ring.
-GK_DEVICE void load_pages(Shared& shared, const Call& call, const QueryTokens& tokens, PageRange range) {
+GK_DEVICE void load_pages(Shared& shared, const Call& call, const TileMap& tiles, const QueryTokens& tokens,
+                          PageRange range) {
   Place place = {0, 1};
   for (i32 left = range.pages; left > 0; range.page = 0) {
     const QueryGroup group = group_at<GROUP>(tokens, range.token);
@@ -73,7 +80,7 @@ GK_DEVICE void load_pages(Shared& shared, const Call& call, const QueryTokens& t
           barrier_arrive(full);
         } else {
           barrier_arrive_for(full, PAGE);
-          bulk_copy_once(shared.page[place.at], call.pages + page * call.page_stride, PAGE, full);
+          tile_copy_once(shared.page[place.at], tiles, page, full);
         }
       }
       place.advance(1, STAGES);
@@ -83,8 +90,7 @@ GK_DEVICE void load_pages(Shared& shared, const Call& call, const QueryTokens& t
   }
 }
 
-// Queries of a group: 16-byte chunk c of a head's row holds words c % 4 of the chunks 4 * (c / 4) .. + 3 of memory. So
-// a lane that reads whole chunks of a page has the fragment of product_start: both operands are permuted alike.
+// Queries of a group, as rows_of_128_bytes wants them.
 GK_DEVICE void lay_out_queries(u8* to, const u8* q, i32 chunks, i32 thread) {
   constexpr i32 BATCH = 6;
   for (i32 first = thread; first < chunks; first += BATCH * LOADERS) {
@@ -96,10 +102,7 @@ GK_DEVICE void lay_out_queries(u8* to, const u8* q, i32 chunks, i32 thread) {
     for (i32 i = 0; i < BATCH; ++i) {
       const i32 chunk = (first + i * LOADERS) % 8, head = (first + i * LOADERS) / 8;
       if (first + i * LOADERS >= chunks) break;
-      const u32 words[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
-#pragma unroll
-      for (i32 j = 0; j < 4; ++j)
-        *reinterpret_cast<u32*>(to + head * DIM + ((chunk / 4 * 4 + j) ^ head % 8) * 16 + chunk % 4 * 4) = words[j];
+      *reinterpret_cast<uint4*>(to + head * DIM + (chunk ^ head % 8) * 16) = loaded[i];
     }
   }
 }
@@ -129,22 +132,6 @@ GK_DEVICE void load_queries(Queries& queries, const Call& call, const QueryToken
     place.advance(1, 2);
     left -= count;
     range.token = group.first + group.size;
-  }
-}
-
-// The fragment of this thread's rows, `row` and `row` + 8 of a page. Neighbouring rows read their halves in opposite
-// order: eight lanes then touch every bank once.
-GK_DEVICE void load_keys(const u8* page, i32 row, u32 (&keys)[16]) {
-  const i32 odd = row & 1, first = (lane_index() % 4 + 4 * odd) * 16;
-#pragma unroll
-  for (i32 r = 0; r < 2; ++r) {
-    const u8* from = page + (row + 8 * r) * DIM;
-    const uint4 a = *reinterpret_cast<const uint4*>(from + first);
-    const uint4 b = *reinterpret_cast<const uint4*>(from + (first ^ 64));
-    keys[r + 0] = odd ? b.x : a.x, keys[r + 2] = odd ? b.y : a.y;
-    keys[r + 4] = odd ? b.z : a.z, keys[r + 6] = odd ? b.w : a.w;
-    keys[r + 8] = odd ? a.x : b.x, keys[r + 10] = odd ? a.y : b.y;
-    keys[r + 12] = odd ? a.z : b.z, keys[r + 14] = odd ? a.w : b.w;
   }
 }
 
@@ -198,55 +185,83 @@ struct Task {
   float weights[WEIGHTS_EACH];  // where groups have one token: they stay in registers
 
   GK_DEVICE u64 operand(i32 token) const { return rows_of_128_bytes(queries->values[buffer][token][0]); }
-  GK_DEVICE void weights_of(i32 token, float (&to)[WEIGHTS_EACH]) const {
-    load_weights(queries->weights[buffer][token], to);
+  GK_DEVICE void add(i32 token, const float* products, float (&sums)[2]) const {
+    float of_token[WEIGHTS_EACH];
+    load_weights(queries->weights[buffer][token], of_token);
+    add_heads(products, of_token, sums);
   }
 };
 
-// The scores of one page's rows for tokens `token` and `token` + 1, see add_lanes.
+// The scores of one page's rows for one token. `keys`: a fragment, or as rows_of_128_bytes describes them.
+template <class Keys>
+GK_DEVICE void score_token(const Task& task, i32 token, const Keys& keys, float (&sums)[2]) {
+  float products[HEADS / 2];
+  product_start(products, keys, task.operand(token));
+  product_wait(products);
+  if (GROUP == 1) add_heads(products, task.weights, sums);
+  else task.add(token, products, sums);
+}
+
+// The same for tokens `token` and `token` + 1, if that is there, see add_lanes.
 GK_DEVICE float score_pair(const Task& task, i32 token, const u32 (&keys)[16]) {
-  float sums[2][2] = {}, weights[WEIGHTS_EACH];
-  if constexpr (GROUP == 1) {
-    float products[HEADS / 2];
-    product_start(products, keys, task.operand(0));
-    product_wait(products);
-    add_heads(products, task.weights, sums[0]);
-  } else if constexpr (HEADS == 32) {
-    float products[32];
+  float sums[2][2] = {};
+  if (GROUP > 1 && token + 1 < task.size) score_token(task, token + 1, keys, sums[1]);
+  score_token(task, token, keys, sums[0]);
+  return add_lanes(sums[0], sums[1]);
+}
+
+GK_DEVICE float score_pair(const Task& task, i32 token, u64 keys) {
+  float sums[2][2] = {};
+  if (token + 1 < task.size) {
+    float products[HEADS];
     product_start(products, keys, task.operand(token));
-    task.weights_of(token, weights);
     product_wait(products);
-    add_heads(products, weights, sums[0]);
-    task.weights_of(token + 1, weights);
-    add_heads(products + 16, weights, sums[1]);
+    task.add(token, products, sums[0]);
+    task.add(token + 1, products + HEADS / 2, sums[1]);
   } else {
-    if (token + 1 < task.size) {
-      float products[32];
-      product_start(products, keys, task.operand(token + 1));
-      task.weights_of(token + 1, weights);
-      product_wait(products);
-      add_heads(products, weights, sums[1]);
-    }
-    float products[32];
-    product_start(products, keys, task.operand(token));
-    task.weights_of(token, weights);
-    product_wait(products);
-    add_heads(products, weights, sums[0]);
+    score_token(task, token, keys, sums[0]);
   }
   return add_lanes(sums[0], sums[1]);
+}
+
+// Keys of a page, for score_pair: a fragment of this warp's 16 rows, or where they are.
+GK_DEVICE void take_keys(const u8* page, u32 (&keys)[16]) {
+  const i32 lane = lane_index();
+  const u8* row = page + (warp_index() % 4 * 16 + lane % 16) * DIM;
+#pragma unroll
+  for (i32 step = 0; step < 4; ++step) load_matrices(keys + 4 * step, row + ((2 * step + lane / 16) ^ lane % 8) * 16);
+}
+GK_DEVICE void take_keys(const u8* page, u64& keys) { keys = rows_of_128_bytes(page); }
+
+template <bool>
+struct KeysOf {
+  u32 keys[16];
+};
+template <>
+struct KeysOf<false> {
+  u64 keys;
+};
+
+GK_DEVICE float scale_of(const u8* page, i32 row) {
+  const i32 chunk = row % 32 / 4 ^ row / 32;  // the scales are the page's rows 64 and 65
+  return *reinterpret_cast<const float*>(page + VALUES + row / 32 * DIM + chunk * 16 + row % 4 * 4);
 }
 
 // A warpgroup: every CONSUMERS-th page of the range.
 GK_DEVICE void consume(Shared& shared, const Call& call, i32 pages, i32 consumer) {
   constexpr i32 PAIRS = (GROUP + 1) / 2;
-  const i32 row = threadIdx.x % 128 / WARP * 16 + lane_index() / 4, my_row = row + lane_index() % 2 * 8;
+  const i32 my_row = threadIdx.x % 128 / WARP * 16 + lane_index() / 4 + lane_index() % 2 * 8;
   const i32 my_token = lane_index() % 4 / 2;
   Place place = {consumer, 0}, query = {0, 0};
+  const auto free_buffer = [&] {
+    __syncwarp();
+    if (lane_index() == 0) barrier_arrive(&shared.empty[place.at]);
+  };
   for (i32 base = 0, i = consumer; base < pages;) {
     barrier_wait(&shared.queries.full[query.at], query.parity);
     const Assignment& assignment = shared.queries.assignment[query.at];
     Task task = {&shared.queries, query.at, assignment.size, {}};
-    if (GROUP == 1) task.weights_of(0, task.weights);
+    if (GROUP == 1) load_weights(shared.queries.weights[query.at][0], task.weights);
     i32 ends[PAIRS];
 #pragma unroll
     for (i32 pair = 0; pair < PAIRS; ++pair) {
@@ -256,20 +271,19 @@ GK_DEVICE void consume(Shared& shared, const Call& call, i32 pages, i32 consumer
     const i64 first = (assignment.token + my_token) * call.out_stride;
     i32 position = (assignment.first_page + i - base) * BLOCK + my_row;
     for (base += assignment.pages; i < base; i += CONSUMERS, position += CONSUMERS * BLOCK) {
-      u32 keys[16];
       barrier_wait(&shared.full[place.at], place.parity);
-      load_keys(shared.page[place.at], row, keys);
-      const float scale = reinterpret_cast<const float*>(shared.page[place.at] + VALUES)[my_row];
-      const float bias = shared.bias[place.at];
-      __syncwarp();
-      if (lane_index() == 0) barrier_arrive(&shared.empty[place.at]);  // the page is in registers
+      KeysOf<BY_REGISTERS> page;
+      take_keys(shared.page[place.at], page.keys);
+      const float scale = scale_of(shared.page[place.at], my_row), bias = shared.bias[place.at];
+      if (BY_REGISTERS) free_buffer();
 #pragma unroll
       for (i32 pair = 0; pair < PAIRS; ++pair) {
         if (2 * pair >= task.size) break;
-        const float sum = score_pair(task, 2 * pair, keys);
+        const float sum = score_pair(task, 2 * pair, page.keys);
         if (position < ends[pair])
           store_element<OUTPUT>(call.out, first + 2 * pair * call.out_stride + position, sum * scale + bias);
       }
+      if (!BY_REGISTERS) free_buffer();
       place.advance(CONSUMERS, STAGES);
     }
     __syncwarp();
@@ -288,7 +302,7 @@ GK_DEVICE void prefetch_tables(const Call& call, i32 width) {
     prefetch_l2(call.page_table + row * call.table_stride + line % lines * LINE);
 }
 
-GK_DEVICE void run(const Call& call, const QueryTokens& tokens, u8* memory) {
+GK_DEVICE void run(const Call& call, const TileMap& tiles, const QueryTokens& tokens, u8* memory) {
   Shared& shared = *reinterpret_cast<Shared*>(memory + (1024 - shared_address(memory) % 1024) % 1024);
   if (threadIdx.x >= 128) prefetch_tables(call, tokens.width);
   if (threadIdx.x == blockDim.x - WARP) {  // of the warp that has the fewest tokens to look at
@@ -307,7 +321,7 @@ GK_DEVICE void run(const Call& call, const QueryTokens& tokens, u8* memory) {
     consume(shared, call, range.pages, consumer);
   } else {
     fewer_registers<FEEDER_REGISTERS>();
-    if (warp_index() == 0) load_pages(shared, call, tokens, range);
+    if (warp_index() == 0) load_pages(shared, call, tiles, tokens, range);
     else load_queries(shared.queries, call, tokens, range, threadIdx.x - WARP);
   }
 }

@@ -2,7 +2,7 @@
 //         is read once for up to GROUP query tokens of a batch row, and scored by the tensor cores of sm_90a
 // reads   q e4m3 [tokens, HEADS, 128]; weights f32 [tokens, HEADS]; pages u8, page_stride bytes apart; q, pages and
 //         page_stride are multiples of 16; page_table i32 [rows, table_width], rows table_stride apart;
-//         token_rows, context_lens i32 [tokens]
+//         token_rows, context_lens i32 [tokens]; tiles: the pages as rows of 128 bytes
 // writes  out [tokens, width] of dtype OUTPUT, rows out_stride apart, at positions below the token's context_len only.
 //         A position without a page in the pool scores NaN, which top-k ranks lowest.
 // launch  grid: as many CTAs as run at once, or fewer; 512 threads, SHARED_BYTES bytes of dynamic shared memory; at
@@ -69,7 +69,7 @@ GK_DEVICE float score(const Call& call, i32 token, i32 page, i32 offset) {
 }
 
 // The same split, without tensor cores: right everywhere, fast nowhere.
-GK_DEVICE void run(const Call& call, const QueryTokens& tokens, u8* memory) {
+GK_DEVICE void run(const Call& call, const TileMap&, const QueryTokens& tokens, u8* memory) {
   PageRange range = page_range<GROUP, WARPS>(tokens, BLOCK, reinterpret_cast<u32*>(memory));
   for (; range.pages > 0; range.page = 0) {
     const QueryGroup group = group_at<GROUP>(tokens, range.token);
@@ -92,8 +92,9 @@ GK_DEVICE void run(const Call& call, const QueryTokens& tokens, u8* memory) {
 extern "C" __global__ void __launch_bounds__(WARPS * WARP, 1)
 paged_index_logits_fp8(const u8* q, const float* weights, const u8* pages, i64 page_stride, i32 num_pages,
                        const i32* page_table, i64 table_stride, i32 rows, i32 table_width, const i32* token_rows,
-                       const i32* context_lens, void* out, i64 out_stride, i32 tokens, i32 width) {
+                       const i32* context_lens, void* out, i64 out_stride, i32 tokens, i32 width,
+                       const __grid_constant__ TileMap tiles) {
   GK_DYN_SHARED(u8, memory);
   run({q, weights, pages, page_stride, num_pages, page_table, table_stride, rows, table_width, out, out_stride},
-      {token_rows, context_lens, tokens, width}, memory);
+      tiles, {token_rows, context_lens, tokens, width}, memory);
 }

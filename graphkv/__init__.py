@@ -12,6 +12,7 @@ from graphkv.errors import (
     GraphKVError,
     InvalidValue,
     KernelCompileError,
+    NotReady,
     OutOfBlocks,
     OutOfMemory,
     OutOfRows,
@@ -23,6 +24,7 @@ from graphkv.layout import IndexKFormat, LatentFormat, PageLayout, Role, ScaleMo
 from graphkv.manager.prefix import Content, Scope
 from graphkv.manager.retention import Retention
 from graphkv.manager.v2 import ManagerStats, ManagerV2
+from graphkv.manager.windowed import WindowedManager
 from graphkv.metadata import StepMetadata
 from graphkv.pool import Pools
 from graphkv.runtime import DecodeRuntime
@@ -33,8 +35,10 @@ from graphkv.sizing import CacheSize
 from graphkv.stats import RuntimeStats
 from graphkv.step import StepContext, StepModel, StepOutput
 from graphkv.tiers.disk import DiskTier
+from graphkv.tiers.hierarchy import TierOptions
 from graphkv.tiers.host import HostTier
 from graphkv.tiers.mover import TierMover
+from graphkv.window import Window
 
 __version__ = "0.1.0"
 
@@ -58,6 +62,7 @@ __all__ = [
     "LayerSpec",
     "ManagerStats",
     "ManagerV2",
+    "NotReady",
     "OutOfBlocks",
     "OutOfMemory",
     "OutOfRows",
@@ -78,8 +83,11 @@ __all__ = [
     "StepOutput",
     "StepResult",
     "TierMover",
+    "TierOptions",
     "TransferTimeout",
     "UnsupportedCombination",
     "V1Runner",
+    "Window",
+    "WindowedManager",
     "create_cache_manager",
 ]

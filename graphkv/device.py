@@ -172,9 +172,16 @@ class Device:
         """Queue an asynchronous copy from pinned host address `source` to device address `target` on `stream`."""
         check_cuda(self._driver.cuMemcpyHtoDAsync(target, source, num_bytes, stream))
 
-    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Queue an asynchronous copy between any two addresses, device or pinned host, on `stream`."""
-        check_cuda(self._driver.cuMemcpyAsync(target, source, num_bytes, stream))
+    def copy_all(self, targets: list[int], sources: list[int], sizes: list[int], stream: int) -> None:
+        """Queue copies between any addresses, device or pinned host, on `stream`; they may run in any order.
+
+        One call of the driver, and no gap between the copies: one call each leaves a copy engine idle for 5 us a copy.
+        """
+        driver = self._driver
+        how = driver.CUmemcpyAttributes()
+        how.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        ends = [[driver.CUdeviceptr(address) for address in side] for side in (targets, sources)]
+        check_cuda(driver.cuMemcpyBatchAsync(*ends, sizes, len(sizes), [how], [0], 1, stream))
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Page-lock host memory, so that the device reads and writes it at the same address; nothing on the CPU device.

@@ -22,15 +22,19 @@ class OutOfBlocks(GraphKVError):
         retiring: blocks that become free when the steps in flight retire.
         evictable: cached blocks that could have been evicted for this call, besides the free ones.
         tier: 0 for the device, colder tiers from 1.
+        group: the layer group that is short.
     """
 
-    def __init__(self, needed: int, free: int, retiring: int = 0, evictable: int = 0, tier: int = 0) -> None:
+    def __init__(
+        self, needed: int, free: int, retiring: int = 0, evictable: int = 0, tier: int = 0, group: int = 0
+    ) -> None:
         self.needed = needed
         self.free = free
         self.retiring = retiring
         self.evictable = evictable
         self.tier = tier
-        where = f" in tier {tier}" if tier else ""
+        self.group = group
+        where = f" in tier {tier}" if tier else f" in layer group {group}" if group else ""
         cached = f", {evictable} evictable" if evictable else ""
         super().__init__(
             f"{needed} more blocks needed{where}, {free} free{cached} and {retiring} freed once the steps in flight "
@@ -48,6 +52,19 @@ class OutOfRows(GraphKVError):
             f"all {max_rows} rows are taken ({retiring} of them become free once the steps in flight retire); "
             "close a sequence, retire the steps in flight, or build with a larger max_rows"
         )
+
+
+class NotReady(GraphKVError):
+    """A sequence whose blocks are not all on the device was named where they must be. Nothing changed.
+
+    Attributes:
+        state: what it is: loading, suspending or suspended.
+    """
+
+    def __init__(self, what: str, state: str) -> None:
+        self.state = str(state)
+        way_out = "resume it first" if self.state == "suspended" else "leave it out until poll() or wait_ready() saw it"
+        super().__init__(f"{what} is {self.state}, and only a ready sequence can be used; {way_out}")
 
 
 class StaleFrame(GraphKVError):

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from graphkv.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from graphkv.manager.moving_rows import RowState
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -19,6 +22,22 @@ class RowLengths(Protocol):
     """A manager, as far as a sequence asks it."""
 
     length: Int32Array  # [max_rows]
+
+
+class SequenceCounts(NamedTuple):
+    """What became of one request's tokens and blocks.
+
+    Attributes:
+        cached: tokens that were found cached when it was opened (or shared when it was forked), by the tier in which
+            they were: the device, then the colder ones.
+        recomputed: tokens of its prompt that were found as well and had to be computed all the same, because there was
+            no room for them or their copy was bad. The last token of a prompt is always computed and never among them.
+        blocks_moved: blocks that transfers brought to another tier on its behalf.
+    """
+
+    cached: tuple[int, ...] = (0,)
+    recomputed: int = 0
+    blocks_moved: int = 0
 
 
 class SequenceOwner(Protocol):
@@ -30,20 +49,24 @@ class SequenceOwner(Protocol):
     def known_tokens(self, sequence: Sequence) -> Int32Array:
         """int32 [n], the tokens that the host knows of an open sequence."""
 
+    def state_of(self, sequence: Sequence) -> RowState:
+        """Whether a sequence can be stepped, and if not, why."""
+
+    def counts_of(self, sequence: Sequence) -> SequenceCounts:
+        """What became of the tokens and blocks of a sequence whose row is still its own."""
+
 
 class Sequence:
     """Token ids and blocks of one request, in one row for its whole life. Made by `DecodeRuntime.open`."""
 
-    __slots__ = ("_final_tokens", "_runtime", "cached_tokens", "is_open", "row", "serial")
+    __slots__ = ("_final", "_runtime", "is_open", "row", "serial")
 
-    def __init__(self, runtime: SequenceOwner, row: int, serial: int, cached_tokens: int = 0) -> None:
+    def __init__(self, runtime: SequenceOwner, row: int, serial: int) -> None:
         self._runtime = runtime
         self.row = row
         self.serial = serial
-        self.cached_tokens = cached_tokens
-        """Tokens that were found cached when the sequence was opened, or shared when it was forked."""
         self.is_open = True
-        self._final_tokens: Int32Array | None = None
+        self._final: tuple[Int32Array, SequenceCounts] | None = None
 
     @property
     def tokens(self) -> Int32Array:
@@ -51,7 +74,29 @@ class Sequence:
 
         Of a closed sequence too, the steps that were in flight when it was closed included.
         """
-        return self._runtime.known_tokens(self) if self._final_tokens is None else self._final_tokens.copy()
+        return self._runtime.known_tokens(self) if self._final is None else self._final[0].copy()
+
+    @property
+    def counts(self) -> SequenceCounts:
+        """What became of its tokens and blocks so far; still readable when it is closed."""
+        return self._runtime.counts_of(self) if self._final is None else self._final[1]
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that were found cached when the sequence was opened, or shared when it was forked.
+
+        Of one that is loading, those that were on the device; the others count once they are there.
+        """
+        return sum(self.counts.cached)
+
+    @property
+    def state(self) -> RowState:
+        """Where its blocks are. Only what is ready can be stepped, prefilled, forked, rewound or suspended."""
+        return self._runtime.state_of(self)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == "ready"
 
     @property
     def length(self) -> int:
@@ -61,12 +106,13 @@ class Sequence:
     def belongs_to(self, runtime: SequenceOwner) -> bool:
         return self._runtime is runtime
 
-    def keep(self, tokens: Int32Array) -> None:
-        """The runtime is about to give the row to another sequence; this one's tokens stay readable."""
-        self._final_tokens = tokens
+    def keep(self, tokens: Int32Array, counts: SequenceCounts) -> None:
+        """The runtime is about to give the row to another sequence; these stay readable."""
+        self._final = tokens, counts
 
     def __repr__(self) -> str:
-        return f"Sequence(row={self.row}, length={self.length}{'' if self.is_open else ', closed'})"
+        state = "" if self.is_ready else f", {self.state}"
+        return f"Sequence(row={self.row}, length={self.length}{state})"
 
 
 class Batch:

@@ -12,6 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 WAY_NAMES = {"graph-copy": "graph, copy", "graph-pull": "graph, pull", "eager": "eager", "engine": "the engines' way"}
+TIER_NAMES = {
+    "transfer": "transfers of whole blocks",
+    "layers": "a copy a layer, role and block",
+    "plain": "one plain pinned copy of the whole",
+}
 
 
 class Figure(NamedTuple):
@@ -170,11 +175,36 @@ def step(run: Run) -> Iterator[str]:
     yield from table(head, rows)
 
 
+def tiers(run: Run) -> Iterator[str]:
+    ways = list(dict.fromkeys((f.info["figure"], f.info.get("format", "bf16+fp8")) for f in run.of("tiers")))
+    rows = []
+    for figure, fmt in ways:
+        rates = [
+            next(
+                (
+                    f.info.get("gb_s")
+                    for f in run.of("tiers", figure=figure, direction=direction)
+                    if f.info.get("format", "bf16+fp8") == fmt
+                ),
+                None,
+            )
+            for direction in ("offload", "onload", "both")
+        ]
+        if any(rates):
+            rows.append((TIER_NAMES.get(figure, figure), fmt, *rates))
+    yield from table(("way", "formats", "offload GB/s", "onload GB/s", "both at once GB/s"), rows)
+    beside = [(f.info["transfers"], f.info["step_ms"]) for f in run.of("tiers", figure="beside")]
+    yield from table(("transfers both ways beside the steps", "step ms"), beside)
+    growth = [(f.us / 1e3,) for f in run.of("tiers", figure="growth")]
+    yield from table(("growing live pools by 1 GiB and back, host ms",), growth)
+
+
 SECTIONS: dict[str, tuple[Callable[[Run], Iterator[str]], ...]] = {
     "Host side of a step": (host, parts, around),
     "Metadata in the graph": (latch, chain),
     "Kernels": (kernels,),
     "A whole step": (step,),
+    "Blocks between tiers": (tiers,),
 }
 
 

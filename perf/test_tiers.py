@@ -2,7 +2,7 @@
 
 `python -m pytest perf/test_tiers.py --benchmark-only -s` prints GB/s (1e9 bytes; both directions added where both run).
 
-- `transfer`: the mover, by route and thread blocks, one way and both ways at once.
+- `transfer`: the mover, one way and both ways at once.
 - `layers`: what uncoalesced caches do, one copy a layer, role and block.
 - `plain`: one pinned copy of the same size, the most that the bus gives.
 - `beside`: time of a captured step of matrix products and memory reads, alone and while blocks move both ways.
@@ -27,7 +27,6 @@ from graphkv.transfer import DEVICE, CopyJob
 pytestmark = pytest.mark.gpu
 
 BLOCKS = 128  # a direction
-ROUTES = [("engine", 0), *(("kernel", ctas) for ctas in (8, 16, 32, 64, 132))]
 DIRECTIONS = ("offload", "onload", "both")
 FORMATS = {"bf16+fp8": {"latent": "bf16"}, "fp8+fp8": {"latent": "fp8"}}
 
@@ -35,9 +34,7 @@ FORMATS = {"bf16+fp8": {"latent": "bf16"}, "fp8+fp8": {"latent": "fp8"}}
 class World:
     """Pools, a host tier twice as large as what moves one way, and a mover."""
 
-    def __init__(
-        self, fmt: str = "bf16+fp8", route: str = "kernel", ctas: int = 0, reserved: int | None = None
-    ) -> None:
+    def __init__(self, fmt: str = "bf16+fp8", reserved: int | None = None) -> None:
         self.device = Device.of("cuda")
         config = CacheConfig.named("deepseek-v3.2", **FORMATS[fmt])
         self.pools = Pools(config, 2 * BLOCKS + 1, self.device, reserved)
@@ -46,20 +43,19 @@ class World:
         self.unit = UnitLayout.of(self.pools)
         self.host = HostTier(2 * BLOCKS * self.unit.num_bytes, self.unit, self.device)
         self.steps = self.device.stream()
-        self.mover = TierMover(
-            self.pools, self.device, host=self.host, steps=self.steps, route=route, ctas=ctas, limit_s=60
-        )
+        self.mover = TierMover(self.pools, self.device, host=self.host, steps=self.steps, limit_s=60)
+        self.order = torch.randperm(BLOCKS).tolist()  # so that no copies could be joined into one
         self.device.synchronize()
 
     def submit(self, direction: str) -> list[int]:
         """Blocks 1.. to the first slots, the last slots to the last blocks; the two halves never touch."""
-        tickets = []
+        tickets, pairs = [], list(enumerate(self.order))
         if direction in ("offload", "both"):
-            tickets.append(self.mover.submit([CopyJob(DEVICE, n + 1, HOST, n, 64) for n in range(BLOCKS)]))
+            tickets.append(self.mover.submit([CopyJob(DEVICE, n + 1, HOST, slot, 64) for n, slot in pairs]))
         if direction in ("onload", "both"):
             half = BLOCKS
             tickets.append(
-                self.mover.submit([CopyJob(HOST, half + n, DEVICE, half + 1 + n, 64) for n in range(BLOCKS)])
+                self.mover.submit([CopyJob(HOST, half + slot, DEVICE, half + 1 + n, 64) for n, slot in pairs])
             )
         return tickets
 
@@ -86,19 +82,19 @@ def measure(benchmark: Any, run: Callable[[], object], moved: int, **facts: Any)
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("fmt", list(FORMATS))
-@pytest.mark.parametrize(("route", "ctas"), ROUTES)
-def test_transfer(benchmark: Any, route: str, ctas: int, fmt: str, direction: str) -> None:
-    world = World(fmt, route, ctas)
+def test_transfer(benchmark: Any, fmt: str, direction: str) -> None:
+    world = World(fmt)
     moved = world.num_bytes(direction)
-    facts = {"figure": "transfer", "route": route, "ctas": ctas, "format": fmt, "direction": direction}
+    facts = {"figure": "transfer", "format": fmt, "direction": direction}
     measure(benchmark, lambda: world.move(direction), moved, **facts)
     world.mover.close()
     for n in range(0, BLOCKS, 31):
         for part, pool in zip(world.host.parts, world.pools, strict=True):
+            slot = world.order[n]
             if direction != "onload":
-                assert torch.equal(part[n].cuda(), pool.block(n + 1))
+                assert torch.equal(part[slot].cuda(), pool.block(n + 1))
             if direction != "offload":
-                assert torch.equal(part[BLOCKS + n].cuda(), pool.block(BLOCKS + n + 1))
+                assert torch.equal(part[BLOCKS + slot].cuda(), pool.block(BLOCKS + n + 1))
     world.host.close()
 
 
@@ -114,7 +110,7 @@ def test_layers(benchmark: Any, direction: str) -> None:
                 for layer in range(pool.page_scale):
                     ends = part[n, layer].data_ptr(), pool.blocks[n + 1, layer].data_ptr()
                     target, source = ends if direction == "offload" else ends[::-1]
-                    world.device.copy(target, source, pool.layout.page_bytes, stream.cuda_stream)
+                    world.device.copy_all([target], [source], [pool.layout.page_bytes], stream.cuda_stream)
         stream.synchronize()
 
     measure(benchmark, move, blocks * world.unit.num_bytes, figure="layers", direction=direction)
@@ -131,9 +127,9 @@ def test_plain(benchmark: Any, direction: str) -> None:
 
     def move() -> None:
         if direction != "onload":
-            world.device.copy(host.data_ptr(), there[0].data_ptr(), size, streams[0].cuda_stream)
+            world.device.copy_all([host.data_ptr()], [there[0].data_ptr()], [size], streams[0].cuda_stream)
         if direction != "offload":
-            world.device.copy(there[1].data_ptr(), host[size:].data_ptr(), size, streams[1].cuda_stream)
+            world.device.copy_all([there[1].data_ptr()], [host[size:].data_ptr()], [size], streams[1].cuda_stream)
         torch.cuda.synchronize()
 
     measure(benchmark, move, world.num_bytes(direction), figure="plain", direction=direction)
@@ -160,10 +156,10 @@ def captured_step(stream: Any) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@pytest.mark.parametrize(("route", "ctas"), [("alone", 0), *ROUTES])
-def test_beside(benchmark: Any, route: str, ctas: int) -> None:
+@pytest.mark.parametrize("transfers", ["none", "both"])
+def test_beside(benchmark: Any, transfers: str) -> None:
     """GPU time of a step, with transfers both ways queued behind the first step and still running after the last."""
-    world = World(route="kernel" if route == "alone" else route, ctas=ctas)
+    world = World()
     graph, steps, rounds = captured_step(world.steps), 5, 7
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times, still_running = [], 0
@@ -172,7 +168,7 @@ def test_beside(benchmark: Any, route: str, ctas: int) -> None:
         nonlocal still_running
         with torch.cuda.stream(world.steps):
             graph.replay()
-            tickets = [] if route == "alone" else world.submit("both")
+            tickets = [] if transfers == "none" else world.submit("both")
             graph.replay()
             begin.record()
             for _ in range(steps):
@@ -187,9 +183,9 @@ def test_beside(benchmark: Any, route: str, ctas: int) -> None:
     benchmark.group = "tiers: step beside transfers"
     benchmark.pedantic(run, rounds=rounds, warmup_rounds=2)
     median = sorted(times[2:])[(len(times) - 2) // 2]
-    facts = {"figure": "beside", "route": route, "ctas": ctas, "step_ms": round(median, 3)}
+    facts = {"figure": "beside", "transfers": transfers, "step_ms": round(median, 3)}
     benchmark.extra_info |= {"table": "tiers", **facts, "transfers_outlived_steps": still_running}
-    print(f"\nstep beside {route} {ctas}: {median:.3f} ms ({still_running} transfers outlived the steps)")
+    print(f"\nstep beside {transfers}: {median:.3f} ms ({still_running} transfers outlived the steps)")
     world.mover.close()
     world.host.close()
 

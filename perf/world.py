@@ -141,8 +141,8 @@ class StepParts:
         self.runtime.retire()
 
     def _acquire(self) -> None:
-        self.runtime._reserve_edits(2 * self.count)
-        self.frame = self.runtime._acquire()
+        self.runtime._submitter.reserve_edits(2 * self.count)
+        self.frame = self.runtime._submitter.acquire()
 
     def _claim(self) -> None:
         self.manager.claim(self.rows, 1)

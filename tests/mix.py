@@ -18,6 +18,7 @@ from graphkv.config import CacheConfig, LayerSpec
 from graphkv.layout import Role, Side
 from graphkv.metadata import StepMetadata
 from graphkv.runtime import DecodeRuntime
+from graphkv.selection.subpages import split_page_table, split_pages
 from graphkv.sequence import Sequence
 from graphkv.step import StepContext, StepOutput
 
@@ -44,10 +45,15 @@ def mix_config(latent: str, index_k: str, *, draft: bool = False, **options: Any
 
 
 class MixModel:
-    """Stores in every layer, selects in the last full one, samples by what was selected."""
+    """Stores in every layer, selects in the last full one, samples by what was selected.
 
-    def __init__(self, config: CacheConfig, device: torch.device) -> None:
+    Args:
+        index_page_size: tokens of a page of index K as this model writes and reads it, block_size by default.
+    """
+
+    def __init__(self, config: CacheConfig, device: torch.device, index_page_size: int | None = None) -> None:
         self.config = config
+        self.page_size = config.block_size if index_page_size is None else index_page_size
         random = torch.Generator().manual_seed(1)
         widths = (HEAD_DIM, RANK, ROPE, HEADS * HEAD_DIM, HEADS)
         self.tables = [torch.randn(VOCABULARY, width, generator=random).to(device) for width in widths]
@@ -80,7 +86,7 @@ class MixModel:
             pages = step.pools.view(live.side, Role.LATENT, layer)
             ops.store_latent(c, rope, pages, live.latent_slot, config.latent, config.latent_scale)
             if spec.owns(Role.INDEX_K):
-                pages = step.pools.view(live.side, Role.INDEX_K, layer)
+                pages = split_pages(step.pools.view(live.side, Role.INDEX_K, layer), self.page_size)
                 mode, floor = config.index_k_scale, config.index_k_amax_floor
                 ops.store_index_k(k, pages, live.index_slot, config.index_k, mode, floor)
 
@@ -89,10 +95,14 @@ class MixModel:
         scores = step.workspace("scores", (live.tokens, step.max_context), torch.float32)
         slot = step.workspace("slot", (live.tokens, SELECTED), torch.int32)
         position = step.workspace("position", (live.tokens, SELECTED), torch.int32)
-        pages = step.pools.view(Side.TARGET, Role.INDEX_K, 2)
+        pages = split_pages(step.pools.view(Side.TARGET, Role.INDEX_K, 2), self.page_size)
+        rows, columns = live.index_page_table.shape
+        wide = columns * (self.config.block_size // self.page_size)
+        table = step.workspace("split table", (rows, wide), torch.int32)
+        split_page_table(live.index_page_table, self.config.block_size, self.page_size, table)
         q, weights = self.tables[3][ids].view(-1, HEADS, HEAD_DIM), self.tables[4][ids]
         context = (live.token_row, live.context_len)
-        ops.paged_index_logits(q, weights, pages, live.index_page_table, *context, scores, self.config.index_k)
+        ops.paged_index_logits(q, weights, pages, table, *context, scores, self.config.index_k)
         lookup = (live.context_len, live.latent_page_table, live.token_row, self.config.block_size)
         ops.topk(scores, *lookup, slot, position)
         return ((position + 2) * self.primes).sum(1)
@@ -128,7 +138,9 @@ def run_workload(runner: Runner) -> tuple[list[Sequence], list[list[list[int]]]]
     return [b, c, d], results
 
 
-def gathered(runner: Runner, sequences: list[Sequence]) -> dict[tuple[Side, Role, int], np.ndarray]:
+def gathered(
+    runner: Runner, sequences: list[Sequence], index_page_size: int | None = None
+) -> dict[tuple[Side, Role, int], np.ndarray]:
     """All index K and latents of the sequences' valid tokens, as bytes, read through each end's own tables."""
     runner.device.synchronize()
     config, device = runner.config, runner.device.torch
@@ -146,6 +158,9 @@ def gathered(runner: Runner, sequences: list[Sequence]) -> dict[tuple[Side, Role
                 if spec.owns(role):
                     pages = runner.pools.view(side, role, layer)
                     page_table = torch.from_numpy(table * runner.pools.page_scale(side, role)).to(device)
+                    if role is Role.INDEX_K and index_page_size is not None:
+                        page_table = split_page_table(page_table, config.block_size, index_page_size)
+                        pages = split_pages(pages, index_page_size)
                     gather = _index_k if role is Role.INDEX_K else _latent
                     found[side, role, layer] = gather(config, pages, page_table, start, lengths)
     return found

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from helpers import POISON
-from mix import MixModel, mix_config, run_workload
-from probe import probe_runtime
+from mix import MixModel, gathered, mix_config, run_workload
+from tier_shadow import CANARY, TierShadow, tier_runtime
+from window_world import Shadow, config_of
 
 from graphkv import ops
 from graphkv.baseline.runner import V1Runner
 from graphkv.device import Device
 from graphkv.layout import IndexKFormat, Role, Side
-from graphkv.manager.v2 import ManagerV2
+from graphkv.manager.windowed import WindowedManager
 from graphkv.pool import Pools
 from graphkv.runtime import DecodeRuntime
 from graphkv.selection.create import COMBINATIONS, Combination, create_cache_manager
 from graphkv.selection.requirements import Setting
 from graphkv.selection.subpages import split_page_table, split_pages
-from graphkv.tiers.host import HOST, HostTier, UnitLayout
-from graphkv.tiers.mover import TierMover
-from graphkv.transfer import DEVICE, CopyJob
+from graphkv.sequence import Sequence
+from graphkv.tiers.hierarchy import TierOptions
 
 Exercise = Callable[[Setting, torch.device], None]
 WORKS = [line for line in COMBINATIONS if line.works]
@@ -35,102 +35,103 @@ def name_of(line: Combination) -> str:
     return f"{line.first} + {line.second}".replace("`", "")
 
 
-def manager_of(setting: Setting) -> ManagerV2:
-    manager = create_cache_manager(
-        setting.config,
-        use_kv_cache_manager_v2=setting.use_v2,
-        num_blocks=20,
-        max_rows=4,
-        max_seq_len=500,
-        next_n=setting.next_n,
-        requirements=setting.requirements,
-        device=setting.device,
-    )
-    assert isinstance(manager, ManagerV2)
-    return manager
+def asked_of(setting: Setting, device: torch.device, **options: object) -> tuple[DecodeRuntime, TierShadow]:
+    """A small runtime that is required to do what the setting asks for."""
+    return tier_runtime(device, requirements=setting.requirements, **options)
 
 
-def filled(manager: ManagerV2, tokens: np.ndarray) -> int:
-    """A row that holds `tokens`, all written and committed."""
-    row = manager.open(tokens=tokens, match=False)
-    manager.extend([row], tokens.size)
-    manager.advance([row], tokens.size)
-    manager.commit([row], tokens.size)
-    return row
+def opened(shadow: TierShadow, tokens: list[int], steps: int = 2) -> Sequence:
+    sequence = shadow.open(tokens)
+    shadow.runtime.wait_ready(sequence)
+    shadow.prefill([sequence])
+    for _ in range(steps):
+        shadow.step([sequence])
+    shadow.runtime.retire()
+    return sequence
 
 
 def graph(setting: Setting, device: torch.device) -> None:
-    runtime, _, shadow = probe_runtime(device, mode="graph")
-    sequence = shadow.open(1, 20)
-    shadow.prefill([sequence])
+    runtime, shadow = asked_of(setting, device)
     before = runtime.stats().graph_launches
-    for _ in range(5):
-        shadow.step([sequence])
+    opened(shadow, list(range(20)), steps=5)
     shadow.check()
     assert runtime.stats().graph_launches == before + 5
 
 
 def prefix_hit(setting: Setting, device: torch.device) -> None:
-    manager, tokens = manager_of(setting), np.arange(150)
-    first = filled(manager, tokens)
-    second = manager.open(tokens=np.append(tokens[:128], [7] * 30))
-    assert manager.cached_tokens[second] == 128
-    assert manager.block_table[second, :2].tolist() == manager.block_table[first, :2].tolist()
-    manager.check()
+    runtime, shadow = asked_of(setting, device)
+    first = opened(shadow, list(range(40)))
+    second = opened(shadow, [*range(32), 7, 8, 9])
+    assert second.cached_tokens == 32
+    table = runtime.manager.block_table
+    assert table[second.row, :2].tolist() == table[first.row, :2].tolist()
+    shadow.check()
 
 
 def partial_hit(setting: Setting, device: torch.device) -> None:
-    manager, tokens = manager_of(setting), np.arange(150)
-    first = filled(manager, tokens)
-    second = manager.open(tokens=np.append(tokens[:100], [7] * 30))
-    assert manager.cached_tokens[second] == 100
-    (copy,) = manager.take_copies()
-    assert (copy.source, copy.target) == (manager.block_table[first, 1], manager.block_table[second, 1])
-    assert copy.tokens == 36
-    manager.check()
+    _, shadow = asked_of(setting, device)
+    opened(shadow, list(range(40)))
+    assert opened(shadow, [*range(25), 7, 8, 9]).cached_tokens == 25
+    shadow.check()
 
 
 def fork(setting: Setting, device: torch.device) -> None:
-    manager = manager_of(setting)
-    parent = filled(manager, np.arange(150))
-    child = manager.fork(parent)
-    assert manager.length[child] == 150
-    shared = manager.block_table[[parent, child], :3]
-    assert (shared[0, :2] == shared[1, :2]).all()
-    (copy,) = manager.take_copies()
-    assert (copy.source, copy.target, copy.tokens) == (*shared[:, 2].tolist(), 22)
-    manager.check()
+    _, shadow = asked_of(setting, device)
+    parent = opened(shadow, list(range(40)))
+    child = shadow.fork(parent)
+    for _ in range(10):
+        shadow.step([parent, child])
+    shadow.check()
 
 
 def offload(setting: Setting, device: torch.device) -> None:
-    own = Device.of(device)
-    pools = Pools(setting.config.with_options(draft_layers=setting.config.layers), 4, own)
-    unit = UnitLayout.of(pools)
-    mover = TierMover(pools, own, host=HostTier(2 * unit.num_bytes, unit, own))
-    for pool in pools:
-        pool.blocks.random_(0, 256)
-    wanted = [pool.block(2).clone() for pool in pools]
-    assert mover.wait(mover.submit([CopyJob(DEVICE, 2, HOST, 1, 64)])) == (True,)
-    for pool in pools:
-        pool.block(2).fill_(POISON)
-    assert mover.wait(mover.submit([CopyJob(HOST, 1, DEVICE, 3, 64)])) == (True,)
-    own.synchronize()
-    for pool, want in zip(pools, wanted, strict=True):
-        assert torch.equal(pool.block(3), want)
-    mover.close()
+    runtime, shadow = asked_of(setting, device, tiers=TierOptions(host_blocks=8))
+    first = opened(shadow, list(range(40)))
+    runtime.suspend(first)
+    runtime.drain()
+    assert first.state == "suspended"
+    runtime.evict()
+    second = opened(shadow, [*range(32), 7, 8, 9])
+    assert second.counts.cached == (0, 32)
+    runtime.resume(first)
+    runtime.wait_ready(first)
+    shadow.step([first, second])
+    shadow.check()
 
 
 def growth(setting: Setting, device: torch.device) -> None:
-    pools = Pools(setting.config, 4, Device.of(device), max_blocks_reserved=64)
-    view = pools.view(Side.TARGET, Role.LATENT, 1)
-    address = view.data_ptr()
-    view[3 * 2].fill_(7)
-    pools.resize(60, lambda first: 0)
-    view[59 * 2].fill_(9)
-    assert (view[3 * 2] == 7).all()
-    pools.resize(4, lambda first: 0)
-    assert (view[3 * 2] == 7).all()
-    assert pools.view(Side.TARGET, Role.LATENT, 1).data_ptr() == address
+    runtime, shadow = asked_of(setting, device, num_blocks=4, max_num_blocks=64)
+    first = opened(shadow, list(range(40)))
+    before = runtime.stats().graph_launches
+    runtime.grow(64)
+    for pool, image in zip(runtime.pools, shadow.images, strict=True):
+        pool.blocks[4:].fill_(CANARY)
+        image[4:] = CANARY
+    for _ in range(20):
+        shadow.step([first])
+    shadow.check()
+    runtime.shrink(5)
+    shadow.step([first])
+    shadow.check()
+    assert runtime.stats().graph_launches == before + 21
+
+
+def copied_whole(setting: Setting, device: torch.device) -> None:
+    """A model that writes index K in pages of half a block, with parts of blocks shared and copied for forks."""
+    config = mix_config("bf16", "fp8")
+    sizes = {"max_rows": 4, "max_seq_len": 144, "num_blocks": 40, "prefill_chunk": 48}
+    found = []
+    for page_size, needs in ((16, None), (8, replace(setting.requirements, index_page_size=8))):
+        model = MixModel(config, device, index_page_size=page_size)
+        runtime = DecodeRuntime(config, model, device=device, requirements=needs, **sizes)
+        sequences, tokens = run_workload(runtime)
+        assert runtime.manager.stats().tokens_matched == 43, "two blocks and a part of the third"
+        child = runtime.fork(sequences[0])
+        tokens += [runtime.results(runtime.step([child])).tokens.tolist() for _ in range(8)]
+        found.append((tokens, gathered(runtime, [*sequences, child], page_size)))
+    assert found[0][0] == found[1][0]
+    for key, want in found[0][1].items():
+        np.testing.assert_array_equal(found[1][1][key], want, err_msg=str(key))
 
 
 def drafts(kind: type[V1Runner] | type[DecodeRuntime]) -> Exercise:
@@ -163,17 +164,17 @@ def software_fp4(setting: Setting, device: torch.device) -> None:
 
 
 def connector(setting: Setting, device: torch.device) -> None:
-    manager, heard = manager_of(setting), []
-    manager.on_rewind.append(lambda row, length, ids: heard.append((row, length, ids.tolist())))
-    row = manager.open()
-    manager.extend([row], 65)
-    manager.advance([row], 65)
-    ids = manager.block_table[row, :2].tolist()
-    manager.rewind([row], 3, 9)
-    assert heard == [(row, 62, ids[1:])]
-    free = manager.stats().blocks_free
-    manager.retire(9)
-    assert manager.stats().blocks_free == free + 1
+    config, heard = mix_config("bf16", "fp8", draft=True), []
+    options = {"next_n": setting.next_n, "requirements": setting.requirements, "num_blocks": 40, "max_rows": 4}
+    runtime = DecodeRuntime(config, MixModel(config, device), device=device, max_seq_len=144, **options)
+    runtime.manager.on_rewind.append(lambda row, length, ids: heard.append((row, length, ids.tolist())))
+    sequence = runtime.open(list(range(33)))
+    runtime.prefill([sequence])
+    runtime.retire()
+    ids = runtime.manager.block_table[sequence.row, :3].tolist()
+    runtime.rewind(sequence, 3)
+    assert heard == [(sequence.row, 30, ids[2:])]
+    runtime.check()
 
 
 def split_index_k(setting: Setting, device: torch.device) -> None:
@@ -202,6 +203,64 @@ def split_latents(setting: Setting, device: torch.device) -> None:
     assert pages.data_ptr() % 16 == 0
 
 
+def windowed(setting: Setting, device: torch.device) -> Shadow:
+    """A runtime of the example's windows, in the middle of things."""
+    windows = [replace(spec, window=spec.window and spec.window // 4) for spec in setting.config.layers]
+    draft = [replace(spec, window=spec.window and spec.window // 4) for spec in setting.config.draft_layers]
+    shadow = Shadow(device, config_of(tuple(windows), tuple(draft)), next_n=setting.next_n)
+    sequences = [shadow.open(1, 130), shadow.open(2, 20)]
+    shadow.prefill(sequences)
+    for _ in range(20):
+        shadow.step(sequences)
+    shadow.check_reads(sequences)
+    shadow.check()
+    return shadow
+
+
+def windows_in_a_graph(setting: Setting, device: torch.device) -> None:
+    launches = windowed(setting, device).runtime.stats().graph_launches
+    assert launches >= 20
+
+
+def windows_with_drafts(setting: Setting, device: torch.device) -> None:
+    shadow = windowed(setting, device)
+    assert shadow.next_n == 3
+    assert Side.DRAFT in shadow.config.sides
+
+
+def windows_with_prefixes(setting: Setting, device: torch.device) -> None:
+    tokens = np.arange(450)
+    manager = create_cache_manager(
+        setting.config, num_blocks=20, max_rows=4, max_seq_len=500, requirements=setting.requirements, device="cpu"
+    )
+    assert isinstance(manager, WindowedManager)
+    first = manager.open(tokens=tokens)
+    manager.claim([first], tokens.size)
+    manager.commit([first], tokens.size)
+    manager.index_commits()
+    manager.take_edits(np.zeros((100, 3), np.int32))
+    assert np.flatnonzero(manager.windows[0].ids[first]).tolist() == [0, 5, 6, 7]
+    second = manager.open(tokens=np.append(tokens[:440], [-7] * 3))
+    assert manager.cached_tokens[second] == 440
+    manager.take_edits(np.zeros((100, 3), np.int32))
+    third = manager.fork(first)
+    assert [copy.tokens for copy in manager.take_copies()] == [56, 2, 56, 2], "of group 0, then of the window"
+    assert manager.windows[0].ids[third, 5] == manager.windows[0].ids[first, 5]
+    manager.check()
+
+
+def windows_with_growth(setting: Setting, device: torch.device) -> None:
+    pools = Pools(setting.config, 4, Device.of(device), max_blocks_reserved=64, window_blocks=[9])
+    view, window = (pools.view(Side.TARGET, Role.LATENT, layer) for layer in range(2))
+    window.fill_(7)
+    view[3].fill_(7)
+    pools.resize(60, lambda first: 0)
+    view[59].fill_(9)
+    assert bool((window == 7).all())
+    assert bool((view[3] == 7).all())
+    assert [pool.num_blocks for pool in pools] == [60, 60, 9]
+
+
 EXERCISES: dict[str, Exercise] = {
     f"{V2} + graph=True": graph,
     f"{V2} + prefix_hit=True": prefix_hit,
@@ -211,8 +270,13 @@ EXERCISES: dict[str, Exercise] = {
     f"{V2} + growth=True": growth,
     f"{V1} + {DRAFTS}": drafts(V1Runner),
     f"{V2} + {DRAFTS}": drafts(DecodeRuntime),
+    "a layer with a window + graph=True": windows_in_a_graph,
+    "a layer with a window + prefix_hit=True, partial_hit=True or fork=True": windows_with_prefixes,
+    f"a layer with a window + {DRAFTS}": windows_with_drafts,
+    "a layer with a window + growth=True": windows_with_growth,
     'index_k="fp4" + index_scorer="graphkv", any device': software_fp4,
     f"connector of both roles and sides + {DRAFTS}": connector,
+    "index_page_size below block_size, quantised index_k + partial_hit=True or fork=True": copied_whole,
     'index_scorer="deepgemm" on Hopper + block_size=128, index_page_size=64': split_index_k,
     'index_scorer="deepgemm" on Blackwell + index_k="fp4", index_page_size=32': split_index_k,
     'latent_attention="flashmla" on Hopper + latent="fp8_ds_mla", latent_page_size=16': split_latents,

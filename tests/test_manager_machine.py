@@ -7,6 +7,7 @@ weights that lead to crowded states.
 from __future__ import annotations
 
 from random import Random
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
@@ -21,10 +22,11 @@ RNG = st.randoms(use_true_random=False)
 
 class ManagerMachine(RuleBasedStateMachine):
     TIERS: tuple[int, ...] = ()
+    WORLD: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(self.TIERS)
+        self.world = World(self.TIERS, **self.WORLD)
 
     @rule(rng=RNG)
     def open(self, rng: Random) -> None:
@@ -50,7 +52,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def resume(self, rng: Random) -> None:
         self.world.resume(rng)
 
-    @rule(rng=RNG, operation=st.sampled_from(["evict", "prefetch", "poll", "idle_step"]))
+    @rule(rng=RNG, operation=st.sampled_from(["evict", "resize", "prefetch", "poll", "idle_step"]))
     def whenever(self, rng: Random, operation: str) -> None:
         getattr(self.world, operation)(rng)
 
@@ -94,7 +96,16 @@ def test_soak(tiers: tuple[int, ...]) -> None:
         world.end()
         for what, count in world.counts.items():
             reached[what] = reached.get(what, 0) + count
-    wanted = {"match", "copy", "extend: OutOfBlocks", "fork", "rewind", "rewind: OutOfBlocks"}
+    wanted = {
+        "resize: in the way",
+        "shrink",
+        "match",
+        "copy",
+        "extend: OutOfBlocks",
+        "fork",
+        "rewind",
+        "rewind: OutOfBlocks",
+    }
     if tiers:
         wanted |= {"resume", "match in a colder tier", "prefetch", "transfer 0 to 1 failed", "close a suspending row"}
         wanted |= {"close a loading row", "close a suspended row", "transfer 1 to 0"}

@@ -20,6 +20,7 @@ from places import GuardedPages, tensor
 from graphkv import ops
 from graphkv.layout import IndexKFormat, index_k_layout
 from graphkv.ops import index_k
+from graphkv.tile_map import TileMap
 
 I32 = torch.int32
 BLOCK, DIM = 64, 128
@@ -33,6 +34,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     device = places.enter(request.param, monkeypatch)
     if request.param == "host":
         monkeypatch.setattr(index_k, "has_wgmma", lambda _: True)
+        monkeypatch.setattr(index_k, "_page_tiles", lambda _: TileMap())
     return device
 
 

@@ -192,7 +192,7 @@ def test_a_careless_caller_is_told_and_nothing_changed(call: object, message: st
         ({"num_blocks": None}, "give num_blocks or memory_bytes"),
         ({"num_blocks": 5, "memory_bytes": 1 << 20}, "give num_blocks or memory_bytes"),
         ({"num_blocks": None, "memory_bytes": 100}, "memory_bytes 100 holds 0 blocks"),
-        ({"num_blocks": 1}, "num_blocks must be at least 2"),
+        ({"num_blocks": 1}, "a pool needs 2 blocks"),
         ({"mode": "fast"}, "mode must be 'graph' or 'eager'"),
         ({"upload": "push"}, "upload must be 'copy' or 'pull'"),
     ],

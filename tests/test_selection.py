@@ -6,9 +6,12 @@ import re
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from manager_model import Bytes, FakeMover
 from probe import probe_config
+from tier_shadow import tier_runtime
 
 from graphkv.baseline.runner import V1Runner
 from graphkv.config import CacheConfig, LayerSpec
@@ -17,6 +20,7 @@ from graphkv.errors import InvalidValue, UnsupportedCombination
 from graphkv.layout import Role, Side
 from graphkv.manager.v1 import ManagerV1
 from graphkv.manager.v2 import ManagerV2
+from graphkv.runtime import DecodeRuntime
 from graphkv.selection.consumers import DEEPGEMM, FLASHMLA, DeviceFacts
 from graphkv.selection.create import (
     COMBINATIONS,
@@ -325,7 +329,6 @@ def test_case_C4_sizes_that_do_not_divide() -> None:
             B200,
             r"takes qk_rope_head_dim 64, and it is 32",
         ),
-        ({}, {"index_page_size": 32, "partial_hit": True}, H200, r"index_k pages of 32 tokens; set `block_size`"),
     ],
 )
 def test_a_consumer_is_asked_before_it_is_built_for(
@@ -335,9 +338,69 @@ def test_a_consumer_is_asked_before_it_is_built_for(
         create(Setting(config=CONFIG.with_options(**config), requirements=Requirements(**needs), device=facts))
 
 
-def test_unquantised_pages_may_be_split_and_copied_in_part() -> None:
-    needs = Requirements(index_page_size=32, partial_hit=True, fork=True)
-    create(Setting(config=CONFIG.with_options(index_k="bf16"), requirements=needs))
+@pytest.mark.parametrize(
+    ("index_k", "page_size", "copied"), [("fp8", None, 36), ("fp8", 64, 36), ("fp8", 32, 64), ("bf16", 32, 36)]
+)
+def test_a_part_of_a_block_is_copied_whole_where_its_scales_stand_behind_smaller_pages(
+    index_k: str, page_size: int | None, copied: int
+) -> None:
+    needs = Requirements(index_page_size=page_size, partial_hit=True, fork=True)
+    manager = create(Setting(config=CONFIG.with_options(index_k=index_k), requirements=needs), max_seq_len=200)
+    first = manager.open(tokens=np.arange(150))
+    manager.extend([first], 150)
+    manager.advance([first], 150)
+    manager.commit([first], 150)
+    second = manager.open(tokens=[*range(100), 7, 8])
+    (copy,) = manager.take_copies()
+    assert (manager.cached_tokens[second], copy.tokens) == (100, copied)
+
+
+def test_options_of_v2_reach_it_and_are_refused_for_v1() -> None:
+    mover = FakeMover(Bytes(64))
+    options = {"tier_slots": (4,), "mover": mover, "resume_limit": 0.5, "event_capacity": 10, "prefix_caching": False}
+    manager = create(Setting(config=CONFIG), **options)
+    assert isinstance(manager, ManagerV2)
+    assert (manager.resume_limit, manager.prefix_caching, manager.has_colder_tiers) == (0.5, False, True)
+    assert [event.block for event in manager.take_events()] == [8, 4]
+    with pytest.raises(UnsupportedCombination, match="`use_kv_cache_manager_v2=False` and `tier_slots`, `mover`"):
+        create(Setting(config=CONFIG, use_v2=False), tier_slots=(4,), mover=mover)
+
+
+# the runtime ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", REFUSED, ids=name_of)
+def test_case_J7_the_runtime_refuses_what_the_table_refuses(line: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = line.example
+    if not setting.use_v2:
+        pytest.skip("V1 has a runner of its own")
+    monkeypatch.setattr(DeviceFacts, "of", lambda device: setting.device)
+    with pytest.raises(UnsupportedCombination, match="cannot go together"):
+        DecodeRuntime(
+            setting.config,
+            lambda step: pytest.fail("nothing is built"),
+            device="cpu",
+            max_rows=2,
+            max_seq_len=100,
+            num_blocks=9,
+            next_n=setting.next_n,
+            requirements=setting.requirements,
+        )
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "message"),
+    [
+        ("graph", {"mode": "eager"}, '`graph=True` and `mode="eager"` cannot go together'),
+        ("prefix_hit", {"prefix_caching": False}, "`prefix_hit=True` and `prefix_caching=False`"),
+        ("partial_hit", {"prefix_caching": False}, "use `prefix_caching=True`, or do not require it"),
+        ("offload", {}, r"`offload=True` and `tiers=None` .* give `tiers=TierOptions\(...\)`"),
+        ("growth", {}, "`growth=True` and `max_num_blocks=None` .* give `max_num_blocks`"),
+    ],
+)
+def test_what_is_required_of_a_runtime_must_be_built(asked: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedCombination, match=message):
+        tier_runtime("cpu", requirements=Requirements(**{asked: True}), **options)
 
 
 @pytest.mark.parametrize("consumer", [DEEPGEMM, FLASHMLA])

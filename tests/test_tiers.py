@@ -25,11 +25,6 @@ from graphkv.transfer import DEVICE, CopyJob
 GIB = 1 << 30
 
 
-@pytest.fixture(params=["kernel", "engine"])
-def route(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 # what a tier takes ------------------------------------------------------------------------------------------------
 
 
@@ -122,9 +117,9 @@ def test_case_A5_a_host_tier_is_made_and_events_are_asked_while_a_stream_capture
 # there and back -----------------------------------------------------------------------------------------------------
 
 
-def test_case_H1_bytes_follow_the_slots_and_no_slot_leaves_its_tier(device: torch.device, route: str) -> None:
+def test_case_H1_bytes_follow_the_slots_and_no_slot_leaves_its_tier(device: torch.device) -> None:
     """Blocks are swapped until the one that was 6 is in device slot 2; a slot holds what was last brought there."""
-    world = TierWorld(device, num_blocks=8, route=route)
+    world = TierWorld(device, num_blocks=8)
     six, two = world.get(6), world.get(2)
     mover = world.mover
     mover.wait(mover.submit(offload((6, 4), (2, 1))))
@@ -140,10 +135,10 @@ def test_case_H1_bytes_follow_the_slots_and_no_slot_leaves_its_tier(device: torc
 
 @pytest.mark.parametrize("fmt", ["fp32", "bf16", "fp8", "fp4"])
 @pytest.mark.parametrize("latent", ["bf16", "fp8", "fp8_ds_mla"])
-def test_every_format_comes_back_whole(device: torch.device, route: str, tmp_path: Path, fmt: str, latent: str) -> None:
+def test_every_format_comes_back_whole(device: torch.device, tmp_path: Path, fmt: str, latent: str) -> None:
     widths = {"kv_lora_rank": 128} if latent == "fp8_ds_mla" else {}
     config = tier_config(index_k=fmt, latent=latent, **widths)
-    world = TierWorld(device, config=config, route=route, disk=tmp_path)
+    world = TierWorld(device, config=config, disk=tmp_path)
     mover, ids = world.mover, [1, 8, 3]
     wanted = [world.get(block) for block in ids]
     others = {block: world.get(block) for block in (2, 4, 5, 6, 7)}
@@ -262,8 +257,6 @@ def test_tiers_must_fit_the_pools(tmp_path: Path) -> None:
         TierMover(world.pools, world.device, host=other.host)
     with pytest.raises(InvalidValue, match="a disk tier needs a host tier"):
         TierMover(world.pools, world.device, disk=world.disk)
-    with pytest.raises(InvalidValue, match="route must be"):
-        TierMover(world.pools, world.device, route="bus")  # type: ignore[arg-type]
     with pytest.raises(InvalidValue, match="blocks cannot go from tier 0 to tier 1; here they go between \\[\\]"):
         TierMover(world.pools, world.device).submit(offload((1, 0)))
 

@@ -18,14 +18,9 @@ from tier_world import TierWorld, load, offload, onload, same, store, within
 from graphkv.errors import InvalidValue, TransferTimeout
 
 
-@pytest.fixture(params=["kernel", "engine"])
-def route(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-def test_case_H2a_two_blocks_to_one_host_slot_in_a_step(device: torch.device, route: str) -> None:
+def test_case_H2a_two_blocks_to_one_host_slot_in_a_step(device: torch.device) -> None:
     """In the order of submission, with the bytes of the first gone out before the second overwrites them."""
-    world = TierWorld(device, simulate=True, route=route)
+    world = TierWorld(device, simulate=True)
     first, second = world.get(1), world.get(2)
     world.stall("offload")
     world.stall("onload", 2)
@@ -40,8 +35,8 @@ def test_case_H2a_two_blocks_to_one_host_slot_in_a_step(device: torch.device, ro
     assert same(world.get_slot(0), second)
 
 
-def test_case_H2b_partial_copy_from_a_block_that_is_brought_in(device: torch.device, route: str) -> None:
-    world = TierWorld(device, simulate=True, route=route)
+def test_case_H2b_partial_copy_from_a_block_that_is_brought_in(device: torch.device) -> None:
+    world = TierWorld(device, simulate=True)
     wanted, old = world.get(1), world.get(5)
     world.mover.submit(offload((1, 2)))
     world.finish()
@@ -60,9 +55,9 @@ def test_case_H2b_partial_copy_from_a_block_that_is_brought_in(device: torch.dev
             np.testing.assert_array_equal(got[:, middle:end], before[:, middle:end])
 
 
-def test_case_H2c_bring_in_then_replay(device: torch.device, route: str) -> None:
+def test_case_H2c_bring_in_then_replay(device: torch.device) -> None:
     """A step submitted right behind the transfer reads the block through the steps' lane, into another block."""
-    world = TierWorld(device, simulate=True, route=route)
+    world = TierWorld(device, simulate=True)
     wanted = world.get(1)
     world.mover.submit(offload((1, 2)))
     world.finish()
@@ -77,8 +72,8 @@ def test_case_H2c_bring_in_then_replay(device: torch.device, route: str) -> None
     assert same([one.cpu().numpy() for one in read], wanted)
 
 
-def test_case_H3_offload_at_once_behind_the_step_that_writes_the_block(device: torch.device, route: str) -> None:
-    world = TierWorld(device, simulate=True, route=route)
+def test_case_H3_offload_at_once_behind_the_step_that_writes_the_block(device: torch.device) -> None:
+    world = TierWorld(device, simulate=True)
     new = world.random_block()
     world.stall("steps")
     world.step_writes(3, new)
@@ -90,9 +85,9 @@ def test_case_H3_offload_at_once_behind_the_step_that_writes_the_block(device: t
     assert same(world.get_slot(1), new)
 
 
-def test_a_restore_does_not_hold_up_the_steps(device: torch.device, route: str) -> None:
+def test_a_restore_does_not_hold_up_the_steps(device: torch.device) -> None:
     """A step that does not need the block ends while the transfer still hangs."""
-    world = TierWorld(device, simulate=True, route=route)
+    world = TierWorld(device, simulate=True)
     world.stall("onload", 10)
     ticket = world.mover.submit(onload((2, 4)))
     world.step_writes(5, world.random_block())

@@ -15,11 +15,12 @@ from graphkv.config import CacheConfig
 from graphkv.device import Device, stream_handle
 from graphkv.errors import DeviceFault, InvalidValue, OutOfBlocks
 from graphkv.layout import Side
+from graphkv.manager.moving_rows import RowState
 from graphkv.manager.v1 import LayerPools, ManagerV1
 from graphkv.metadata import DerivePlan, SideBinding, StepMetadata
 from graphkv.selection.create import create_cache_manager
 from graphkv.selection.requirements import Requirements
-from graphkv.sequence import Batch, Sequence, StepResult, cut_into_chunks
+from graphkv.sequence import Batch, Sequence, SequenceCounts, StepResult, cut_into_chunks
 from graphkv.step import StepContext, StepKind, StepModel, StepOutput, Workspace
 
 RESULTS_KEPT = 64
@@ -158,9 +159,17 @@ class V1Runner:
             return
         self._owned(sequence)
         self.retire()
-        sequence.keep(self.known_tokens(sequence))
+        sequence.keep(self.known_tokens(sequence), SequenceCounts())
         sequence.is_open = False
         self.manager.close(sequence.row, self.submitted, sequence.serial)
+
+    def state_of(self, sequence: Sequence) -> RowState:
+        """Ready while it is open: V1's blocks are always on the device."""
+        return RowState.READY if sequence.is_open else RowState.CLOSED
+
+    def counts_of(self, sequence: Sequence) -> SequenceCounts:
+        """Nothing: V1 caches and moves no block."""
+        return SequenceCounts()
 
     def known_tokens(self, sequence: Sequence) -> Int32s:
         """int32 [n], the tokens that the host knows of an open sequence."""
@@ -289,10 +298,10 @@ class V1Runner:
         target = self._builder.live(Side.TARGET, uploaded, token_ids)
         binding = SideBinding(target)
 
-        def derive(side: Side, _: StepMetadata, plan: DerivePlan) -> StepMetadata:
+        def derive(side: Side, _: StepMetadata, plan: DerivePlan) -> tuple[StepMetadata, ...]:
             if side not in self.config.sides:
                 raise InvalidValue(f"this cache has no {side} side; give CacheConfig draft_layers to have one")
-            return self._builder.derive(side, uploaded, plan)
+            return (self._builder.derive(side, uploaded, plan),)
 
         context = StepContext(kind, binding, self.pools, self._workspaces[kind], self.next_n, max_context, derive)
         with binding.stepping(), torch.no_grad():

@@ -7,7 +7,10 @@ the next step. A copy's two blocks stay out of other hands until that step retir
 
 from __future__ import annotations
 
+import math
 import operator
+import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -49,8 +52,9 @@ class ContentRows(Capacity):
         max_edits: int | None,
         prefix_caching: bool,
         clock: Callable[[], float],
+        groups: int,
     ) -> None:
-        super().__init__(cache.device, block_size, max_rows, max_blocks, max_edits)
+        super().__init__(cache.device, block_size, max_rows, max_blocks, max_edits, groups)
         self.blocks: ContentSlots = cache.device
         self._cache, self._clock, self.prefix_caching = cache, clock, prefix_caching
         self.token_ids = np.zeros((max_rows, self.max_tokens + 1), np.int32)  # pages come into being as written
@@ -64,7 +68,7 @@ class ContentRows(Capacity):
         self._copies: list[CopyJob] = []
         # Commits (rows, full blocks, epochs) that wait for a step, and those that are due for the tree.
         self._waiting: dict[int, list[tuple[Index, Int32s, NDArray[np.int64]]]] = {}
-        self._unindexed: list[tuple[Index, Int32s, NDArray[np.int64]]] = []
+        self._unindexed: deque[tuple[Index, Int32s, NDArray[np.int64]]] = deque()
         self._matched = self._asked = self._merged = 0
 
     # opening --------------------------------------------------------------------------------------------------------
@@ -170,8 +174,11 @@ class ContentRows(Capacity):
         """Have matched blocks that are in colder tiers brought to the device, for the row to go on with."""
 
     def _worth(self, row: int, column: int) -> Worth:
-        retention, start = self._retention[row], column * self.block_size
-        return retention.of(start, start + self.block_size, self._clock() if retention.ranges else 0.0)
+        retention = self._retention[row]
+        if not retention.ranges:
+            return retention.plain
+        start = column * self.block_size
+        return retention.of(start, start + self.block_size, self._clock())
 
     # content --------------------------------------------------------------------------------------------------------
 
@@ -208,39 +215,50 @@ class ContentRows(Capacity):
             self._due_at[index] = full + 1
             self._unindexed.append(commits)
 
-    def index_commits(self) -> None:
+    def index_commits(self, most: int | None = None) -> None:
         """Enter what was committed into the tree of content. Every verb that looks at content does so first.
 
         Call it where the host has time, such as after a step was launched, so that those verbs find little to do.
+        `most` bounds the rows of such a call: all rows of a batch may have filled a block in the same step.
         """
-        while self._unindexed:
-            for row, count, then in zip(*(array.tolist() for array in self._unindexed.pop(0)), strict=True):
-                if self._epoch[row] == then:
+        room = sys.maxsize if most is None else most
+        while self._unindexed and room:
+            rows, counts, epochs = self._unindexed.popleft()
+            if rows.size > room:
+                self._unindexed.appendleft((rows[room:], counts[room:], epochs[room:]))
+                rows, counts, epochs = rows[:room], counts[:room], epochs[:room]
+            room -= rows.size
+            valid = self._epoch[rows] == epochs
+            for row, count, is_valid in zip(rows.tolist(), counts.tolist(), valid.tolist(), strict=True):
+                if is_valid:
                     self._commit_row(row, count)
 
     def _commit_row(self, row: int, count: int) -> None:
         """Make the row's blocks up to column count-1 findable, as far as the journal has room for merges."""
-        tail, cache = self._tail[row], self._cache
+        tail, cache, size = self._tail[row], self._cache, self.block_size
         if tail is None:
             return
-        first, size = tail.depth, self.block_size
+        first = tail.depth
         tokens = self.token_ids[row, first * size : count * size]
-        for column, content in enumerate(
-            cache.index.contents(tokens, first, count - first, self._contents[row]), first
-        ):
-            worth = self._worth(row, column)
+        contents = cache.index.contents(tokens, first, count - first, self._contents[row])
+        due_at = count + 1
+        for content, own in zip(contents, self.block_table[row, first:count].tolist(), strict=True):
+            worth = self._worth(row, first)
             node = cache.index.insert(tail, content, worth)
             if node is None:
-                self._due_at[row] = _NEVER
-                return
-            own, there = int(self.block_table[row, column]), node.slots[DEVICE]
-            cache.retain(node, worth)
+                due_at = _NEVER
+                break
+            if node.worth is not worth or worth.until < math.inf:
+                cache.retain(node, worth)
+            there = node.slots[DEVICE]
             if there == ABSENT:
                 cache.attach(node, DEVICE, own)
-            elif there != own and not self._merge(row, column, own, there):
-                return
+            elif there != own and not self._merge(row, first, own, there):
+                due_at = first + 1
+                break
             self._tail[row] = tail = node
-            self._due_at[row] = column + 2
+            first += 1
+        self._due_at[row] = due_at
 
     def _merge(self, row: int, column: int, own: int, there: int) -> bool:
         """Let the row use the block `there` with equal content instead of its own; False if the journal is full."""
@@ -263,7 +281,7 @@ class ContentRows(Capacity):
         """
         row = int(self._reader.of(np.array([row])).rows[0])
         self.index_commits()
-        self._require_settled(row)
+        self._require_settled(row, self.submitted)
         length = int(self.length[row])
         full, part = divmod(length, self.block_size)
         self.blocks.require(int(part > 0))
@@ -372,10 +390,10 @@ class ContentRows(Capacity):
     def _other_uses(self) -> Int32s:
         return self.copy_references()
 
-    def _require_settled(self, row: int) -> None:
-        if self.submitted > self.blocks.retired:
+    def _require_settled(self, row: int, step: int) -> None:
+        if step > self.blocks.retired:
             raise InvalidValue(
-                f"row {row} may be in step {self.submitted}, and {self.blocks.retired} has retired; retire it first"
+                f"row {row} may be in step {step}, and {self.blocks.retired} has retired; retire it first"
             )
 
 

@@ -12,11 +12,13 @@ from graphkv.errors import InvalidValue
 class EventKind(StrEnum):
     """What happened.
 
-    CREATED: a tier of `block` slots began. STORED: content became findable in a tier. REMOVED: it is no longer there,
-    nor in a colder tier. MOVED: it left `tier`, but is still in `to_tier`. REWOUND: `row` went back to `length`.
+    CREATED: a tier of `block` slots began. RESIZED: it has `block` slots from now on. STORED: content became findable
+    in a tier. REMOVED: it is no longer there, nor in a colder tier. MOVED: it left `tier`, but is still in `to_tier`.
+    REWOUND: `row` went back to `length`.
     """
 
     CREATED = "created"
+    RESIZED = "resized"
     STORED = "stored"
     REMOVED = "removed"
     MOVED = "moved"
@@ -36,6 +38,7 @@ class Event(NamedTuple):
         priority: its retention priority then.
         to_tier: where moved content still is.
         row, length: of a rewind.
+        group: the layer group whose share of the content it is about.
     """
 
     number: int
@@ -49,6 +52,7 @@ class Event(NamedTuple):
     to_tier: int = -1
     row: int = -1
     length: int = -1
+    group: int = 0
 
 
 class EventLog:

@@ -184,6 +184,49 @@ class ContentSlots(BlockAllocator):
         for slot in slots:
             self.offer(slot)
 
+    def to_vacate(self, first: int) -> tuple[list[int], list[int]]:
+        """What stands in slots from `first` on: the slots to evict for them to be free, and the slots in the way.
+
+        What builds on content that must go goes with it, and first. A slot is in the way if it, or what builds on it,
+        is referenced, or may be touched by an unretired step.
+        """
+        victims: dict[int, None] = {}
+        in_the_way: list[int] = []
+        for slot in self.busy_from(first).tolist():
+            node = self.node_at[slot]
+            going = [] if node is None else self._with_descendants(node)
+            if not going or any(self._refs[s] or self._last_step[s] > self.retired for s in going):
+                in_the_way.append(slot)
+            else:
+                victims.update(dict.fromkeys(going))
+        return sorted(victims, key=lambda slot: -self._depth(slot)), in_the_way
+
+    def _with_descendants(self, node: Node) -> list[int]:
+        """The slots in this tier of content and of all that builds on it."""
+        slots, nodes = [], [node]
+        while nodes:
+            node = nodes.pop()
+            if there := node.slots[self.tier]:
+                slots.append(there)
+                nodes += node.children()
+        return slots
+
+    def _depth(self, slot: int) -> int:
+        node = self.node_at[slot]
+        return 0 if node is None else node.depth
+
+    def resize(self, num_blocks: int) -> None:
+        super().resize(num_blocks)
+        self.node_at = [*self.node_at[:num_blocks], *[None] * (num_blocks - len(self.node_at))]
+        self._stamp = [*self._stamp[:num_blocks], *[0] * (num_blocks - len(self._stamp))]
+        self._last_use = np.concatenate(
+            [self._last_use[:num_blocks], np.zeros(max(0, num_blocks - self._last_use.size), np.int64)]
+        )
+        self._order = [candidate for candidate in self._order if candidate.slot < num_blocks]
+        heapq.heapify(self._order)
+        for step, slots in self._unsettled.items():
+            self._unsettled[step] = [slot for slot in slots if slot < num_blocks]
+
     def _push_candidate(self, slot: int, node: Node) -> None:
         self._stamp[slot] += 1
         use = int(self._last_use[slot])

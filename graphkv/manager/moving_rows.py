@@ -17,7 +17,7 @@ from graphkv.errors import InvalidValue, OutOfBlocks, TransferTimeout
 from graphkv.manager.blocks import Int32s
 from graphkv.manager.content import ContentCache
 from graphkv.manager.content_rows import ContentRows, token_array
-from graphkv.manager.prefix import ABSENT, EVERYONE, Content, Node, Scope
+from graphkv.manager.prefix import ABSENT, EVERYONE, Content, Match, Node, Scope
 from graphkv.manager.tiering import HOST, Item, Load, Move, Tiering
 from graphkv.transfer import DEVICE
 
@@ -45,6 +45,11 @@ class MovingRows(ContentRows):
 
     Attributes:
         resume_limit: share of the device's blocks that may be in use after a resume.
+        on_ready: called with a row that has become ready, be it that it came, or that it could not leave.
+        cached_in_colder: int32 [max_rows, colder tiers], tokens of `cached_tokens` that came from each of them.
+        tokens_missed: int32 [max_rows], tokens that were found cached when the row was opened, and are not used: there
+            was no room for them, their copy was bad, or they are still on their way.
+        blocks_moved: int32 [max_rows], blocks that transfers brought to another tier on behalf of the row.
     """
 
     def __init__(
@@ -58,9 +63,14 @@ class MovingRows(ContentRows):
         prefix_caching: bool,
         clock: Callable[[], float],
         resume_limit: float,
+        groups: int,
     ) -> None:
-        super().__init__(cache, block_size, max_rows, max_blocks, max_edits, prefix_caching, clock)
+        super().__init__(cache, block_size, max_rows, max_blocks, max_edits, prefix_caching, clock, groups)
         self.resume_limit = resume_limit
+        self.on_ready: list[Callable[[int], None]] = []
+        self.cached_in_colder = np.zeros((max_rows, len(cache.tiers) - 1), np.int32)
+        self.tokens_missed, self.blocks_moved = np.zeros((2, max_rows), np.int32)
+        self.missed = 0
         self._tiering = tiering
         self._brings: list[_Bring] = []
         self._leaving: list[list[Item]] = []  # copies of rows that are being suspended
@@ -70,17 +80,39 @@ class MovingRows(ContentRows):
     def state(self, row: int) -> RowState:
         return self._state.get(row, RowState.READY if self.is_open[row] else RowState.CLOSED)
 
-    def suspend(self, row: int) -> None:
+    @property
+    def has_colder_tiers(self) -> bool:
+        return len(self._cache.tiers) > 1
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether transfers run, or rows wait to come in."""
+        return bool(self._brings) or self._tiering.is_running
+
+    @property
+    def is_clearing(self) -> bool:
+        """Whether transfers that nobody asked for hold cached blocks of the device, which can be evicted afterwards."""
+        return self._tiering.clearing > 0
+
+    def _open_row(self, num_tokens_hint: int, num_cells: int) -> int:
+        row = super()._open_row(num_tokens_hint, num_cells)
+        self.cached_in_colder[row] = self.tokens_missed[row] = self.blocks_moved[row] = 0
+        return row
+
+    def suspend(self, row: int, step: int | None = None) -> None:
         """Begin to move a row's blocks to the host tier; they leave the device once all are there (`poll`).
 
         Shared blocks need one copy there, however many rows use them. If a copy fails, the row is ready again.
+
+        Args:
+            step: the last submitted step that may touch the row; the last of all by default.
 
         Raises:
             OutOfBlocks: the host tier has no room. Nothing changed.
             InvalidValue: the row is not ready, or steps or copies are in flight that may touch it.
         """
         row = int(self._reader.of(np.array([row])).rows[0])
-        self._require_settled(row)
+        self._require_settled(row, self.submitted if step is None else step)
         if self._copies:
             raise InvalidValue(f"{len(self._copies)} copies are pending; take_copies and make them before suspending")
         self.index_commits()
@@ -92,7 +124,7 @@ class MovingRows(ContentRows):
             self._leaving.remove(items)
             for move, fine in zip(moves, ok, strict=True):
                 self._note_copy(next(item for item in items if (item.tier, item.slot) == move[2:]), fine)
-            self._left(row, serial, items, all(ok))
+            self._left(row, serial, items, ok)
 
         self._put_aside(row, RowState.SUSPENDING)
         if not moves:
@@ -142,17 +174,19 @@ class MovingRows(ContentRows):
         if fine and node is not None and self._cache.index.knows(node) and node.slots[HOST] == ABSENT:
             self._cache.attach(node, HOST, item.slot)
 
-    def _left(self, row: int, serial: int, items: list[Item], fine: bool) -> None:
+    def _left(self, row: int, serial: int, items: list[Item], ok: Sequence[bool]) -> None:
         """The copies of a row that is to be suspended have ended."""
         if self.serial[row] != serial or not self.is_open[row]:
             self._tiering.release(items)
-        elif not fine:
+            return
+        self.blocks_moved[row] += sum(ok)
+        if not all(ok):
             self._tiering.release(items)
             self._make_ready(row)
         else:
             held = int(self.blocks_held[row])
             self.blocks.release(self.block_table[row, :held], 0)
-            self.table.drop(row, held)
+            self.table.drop(row, np.arange(held))
             self.blocks_held[row] = 0
             self._suspended[row] = items
             self._state[row] = RowState.SUSPENDED
@@ -177,13 +211,15 @@ class MovingRows(ContentRows):
         del self._suspended[row]
         self._state[row] = RowState.LOADING
         serial = int(self.serial[row])
-        self._brings.append(_Bring(load, lambda load: self._came_back(row, serial, load)))
+        self._brings.append(_Bring(load, lambda load: self._came_back(row, serial, load, needed)))
         self.poll()
 
-    def _came_back(self, row: int, serial: int, load: Load) -> None:
+    def _came_back(self, row: int, serial: int, load: Load, asked: int) -> None:
         if self.serial[row] != serial or not self.is_open[row]:
             self._tiering.release(load.items)
-        elif load.lost:
+            return
+        self.blocks_moved[row] += asked - sum(item.tier != DEVICE for item in load.items)
+        if load.lost:
             self._suspended[row] = load.items
             self._state[row] = RowState.SUSPENDED
         else:
@@ -194,10 +230,18 @@ class MovingRows(ContentRows):
 
     # content elsewhere ----------------------------------------------------------------------------------------------
 
+    def _share(self, row: int, found: Match) -> None:
+        super()._share(row, found)
+        self._miss(row, len(found.nodes) * self.block_size + found.partial_tokens - int(self.length[row]))
+
+    def _miss(self, row: int, tokens: int) -> None:
+        self.tokens_missed[row] += tokens
+        self.missed += tokens
+
     def _bring(self, row: int, nodes: Sequence[Node]) -> None:
         items = [item for node in nodes if (item := self._colder_copy(node)) is not None]
-        serial = int(self.serial[row])
-        if self._start_load(items, lambda load: self._matched_came(row, serial, load)):
+        serial, origins = int(self.serial[row]), [item.tier for item in items]
+        if self._start_load(items, lambda load: self._matched_came(row, serial, load, origins)):
             self._put_aside(row, RowState.LOADING)
 
     def _start_load(self, items: list[Item], done: Callable[[Load], None]) -> bool:
@@ -210,7 +254,7 @@ class MovingRows(ContentRows):
         self._brings.append(_Bring(load, done))
         return True
 
-    def _matched_came(self, row: int, serial: int, load: Load) -> None:
+    def _matched_came(self, row: int, serial: int, load: Load, origins: Sequence[int]) -> None:
         """What was matched in colder tiers is here, up to the first block that was lost."""
         if self.serial[row] == serial and self.is_open[row]:
             count = min(load.lost, default=len(load.items))
@@ -218,6 +262,9 @@ class MovingRows(ContentRows):
             self.blocks.share(np.array([node.slots[DEVICE] for node in here], np.intp))
             self._adopt(row, here)
             self.cached_tokens[row] = self.length[row]
+            np.add.at(self.cached_in_colder[row], np.array(origins[:count], np.intp) - HOST, self.block_size)
+            self.blocks_moved[row] += count
+            self._miss(row, -count * self.block_size)
             self._make_ready(row)
         self._tiering.release(load.items)
 
@@ -241,14 +288,20 @@ class MovingRows(ContentRows):
         begun = self._start_load(items, lambda load: self._tiering.release(load.items))
         return len(nodes) - first if begun else 0
 
-    def poll(self) -> None:
-        """Take note of transfers that ended, and begin those that are due. Never waits; call it off the step path."""
+    def poll(self, *, begin: bool = True) -> None:
+        """Take note of transfers that ended, and begin those that are due. Never waits; call it off the step path.
+
+        Args:
+            begin: whether to give cached blocks a copy in a colder tier, too, before their room is needed.
+        """
+        self.index_commits()
         self._tiering.poll()
         for bring in list(self._brings):
             if self._tiering.advance(bring.load) and self.edits_room >= len(bring.load.items):
                 self._brings.remove(bring)
                 bring.done(bring.load)
-        self._tiering.offload_ahead()
+        if begin:
+            self._tiering.offload_ahead()
 
     def overdue(self) -> list[TransferTimeout]:
         """Transfers that have run for too long, to log or raise. Their slots stay out of use until they end."""
@@ -262,6 +315,8 @@ class MovingRows(ContentRows):
     def _make_ready(self, row: int) -> None:
         self._state.pop(row, None)
         self.is_ready[row] = True
+        for listener in self.on_ready:
+            listener(row)
 
     def close(self, row: int, step: int, serial: int) -> bool:
         """End a sequence in any state, see `Capacity.close`; its findable blocks become cached.

@@ -25,6 +25,7 @@ from graphkv.manager.retention import Worth
 
 Digest = Callable[[bytes], bytes]
 TOKEN_BYTES = 4
+_LITTLE = np.dtype("<i4")
 ABSENT = 0
 """Slot of content that is not in a tier: slot 0 is never handed out."""
 _WORTHLESS = Worth(0, 0.0, 0)
@@ -94,7 +95,8 @@ class Node:
     """
 
     __slots__ = (
-        "_children",
+        "_others",
+        "_plain",
         "children_in",
         "content",
         "depth",
@@ -111,11 +113,14 @@ class Node:
         self.slots = [ABSENT] * num_tiers
         self.children_in = [0] * num_tiers
         self.loading = False
-        self._children: _Children | None = None  # until there is one: most blocks are the last of a chain for long
+        # Children whose tokens alone tell what they are, by content, and the others. Among sorted byte strings a
+        # neighbour has the longest common prefix, however many there are.
+        self._plain: list[Node] = _NO_CHILDREN
+        self._others: list[Node] = _NO_CHILDREN
 
     @property
     def is_leaf(self) -> bool:
-        return self._children is None or not (self._children.plain or self._children.others)
+        return not (self._plain or self._others)
 
     @property
     def root(self) -> Node:
@@ -134,15 +139,12 @@ class Node:
         return nodes[::-1]
 
     def children(self) -> Iterator[Node]:
-        if self._children is not None:
-            yield from self._children.plain
-            yield from self._children.others
+        yield from self._plain
+        yield from self._others
 
     def nearest(self, content: bytes) -> tuple[Node, int] | None:
         """The plain child with the longest common prefix with `content`, and that prefix's bytes; None if 0."""
-        if self._children is None:
-            return None
-        plain = self._children.plain
+        plain = self._plain
         at = bisect_left(plain, content, key=_content_of)
         best: tuple[Node, int] | None = None
         for node in plain[max(0, at - 1) : at + 1]:
@@ -152,31 +154,23 @@ class Node:
         return best
 
     def add(self, child: Node, plain: bool) -> None:
-        if self._children is None:
-            self._children = _Children([], [])
-        if plain:
-            insort_left(self._children.plain, child, key=_content_of)
+        if not plain:
+            self._others = [*self._others, child]
+        elif not self._plain:
+            self._plain = [child]
         else:
-            self._children.others.append(child)
+            insort_left(self._plain, child, key=_content_of)
 
     def discard(self, child: Node) -> None:
-        assert self._children is not None, "a parent has children"
-        plain = self._children.plain
-        at = bisect_left(plain, child.content, key=_content_of)
-        if at < len(plain) and plain[at] is child:
-            del plain[at]
+        at = bisect_left(self._plain, child.content, key=_content_of)
+        if at < len(self._plain) and self._plain[at] is child:
+            del self._plain[at]
         else:
-            self._children.others.remove(child)
+            self._others.remove(child)
 
 
-class _Children(NamedTuple):
-    """Of one block: `plain` ones, whose tokens alone tell what they are, by content, and the others.
-
-    Among sorted byte strings a neighbour has the longest common prefix, however many there are.
-    """
-
-    plain: list[Node]
-    others: list[Node]
+_NO_CHILDREN: list[Node] = []
+"""Stands for no children in every block that has none, which most blocks have for long; never written."""
 
 
 def _content_of(node: Node) -> bytes:
@@ -231,8 +225,8 @@ class PrefixIndex:
     def contents(self, tokens: NDArray[np.int32], first: int, count: int, extra: Sequence[Content]) -> list[bytes]:
         """What the keys of `count` blocks are made of; `tokens` begins where block `first`, the first of them, does."""
         size = self.block_size * TOKEN_BYTES
-        data = tokens[: count * self.block_size].astype("<i4", copy=False).tobytes()
-        blocks = [data[i * size : i * size + size] for i in range(count)]
+        data = tokens[: count * self.block_size].astype(_LITTLE, copy=False).tobytes()
+        blocks = [data[i : i + size] for i in range(0, count * size, size)]
         if extra:
             blocks = [block + self._extra(first + i, extra) for i, block in enumerate(blocks)]
         return blocks
@@ -269,7 +263,7 @@ class PrefixIndex:
         start = len(nodes) * self.block_size
         rest = tokens[start : start + self.block_size]
         if rest.size and not any(item.start < start + rest.size and item.stop > start for item in extra):
-            near = node.nearest(rest.astype("<i4", copy=False).tobytes())
+            near = node.nearest(rest.astype(_LITTLE, copy=False).tobytes())
             if near is not None and (count := near[1] // TOKEN_BYTES):
                 return Match(nodes, near[0], count)
         return Match(nodes, None, 0)

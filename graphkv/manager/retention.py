@@ -54,13 +54,16 @@ class Retention:
             if seconds is not None and not 0 < seconds < math.inf:
                 raise InvalidValue(f"a time limit must be positive seconds, got {seconds}; leave it out for none")
 
+    @property
+    def plain(self) -> Worth:
+        """What a block that no range touches is worth."""
+        return _PLAIN if self.default == DEFAULT_PRIORITY else Worth(self.default, math.inf, self.default)
+
     def of(self, start: int, stop: int, now: float) -> Worth:
         """What a block with tokens start .. stop-1 is worth from now on."""
-        if not self.ranges:
-            return _PLAIN if self.default == DEFAULT_PRIORITY else Worth(self.default, math.inf, self.default)
         touching = [
             (priority, math.inf if seconds is None else now + seconds)
             for first, last, priority, seconds in self.ranges
             if first < stop and (last is None or last > start)
         ]
-        return Worth(*max(touching, default=(self.default, math.inf)), self.default)
+        return Worth(*max(touching), self.default) if touching else self.plain

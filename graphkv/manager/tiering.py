@@ -7,6 +7,7 @@ never ends costs its own slots and no more: it is reported as overdue, and its s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,6 +23,8 @@ from graphkv.transfer import DEVICE, BlockMover, CopyJob
 HOST = 1
 AHEAD = 64
 """So many of the next blocks to be evicted are given a copy in the colder tier before their room is needed."""
+PAUSE_S = 1.0
+"""Where such a copy failed, no other is begun for that long: a full disk is not asked again and again."""
 
 
 class Move(NamedTuple):
@@ -77,6 +80,10 @@ class Load:
 class Tiering:
     """Transfers over the tiers of a `ContentCache`.
 
+    Attributes:
+        moved, failed: blocks whose transfers ended well, and not.
+        clearing: running transfers that give cached blocks of the device a copy, so that these can be evicted.
+
     Args:
         mover: who carries them out; with None nothing moves and nothing may be asked to.
         block_size: tokens a block.
@@ -99,12 +106,19 @@ class Tiering:
         self._running: dict[int, _Transfer] = {}
         self._offloading: set[Node] = set()
         self._seen: list[object] = [None] * len(cache.tiers)
+        self._paused_until = [-math.inf] * len(cache.tiers)
+        self.clearing = 0
         self.moved, self.failed = 0, 0
 
     @property
     def blocks_underway(self) -> int:
         """Blocks that running transfers name."""
         return sum(len(transfer.moves) for transfer in self._running.values())
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any transfer runs."""
+        return bool(self._running)
 
     def overdue(self) -> list[TransferTimeout]:
         """Transfers that have run for longer than the limit, as errors to log or raise."""
@@ -166,6 +180,8 @@ class Tiering:
             state = slots.uses, self._cache.stored[tier], self._cache.evicted[tier], len(self._running)
             if slots.free >= AHEAD or state == self._seen[tier] or self.blocks_underway >= self._max_underway:
                 continue
+            if self._clock() < self._paused_until[tier]:
+                continue
             self._seen[tier] = state
             victims = slots.choose(AHEAD)
             slots.put_back(victims)
@@ -184,12 +200,16 @@ class Tiering:
             return
 
         def ended(ok: Sequence[bool]) -> None:
+            self.clearing -= tier == DEVICE
+            if not all(ok):
+                self._paused_until[tier] = self._clock() + PAUSE_S
             for (node, slot), fine in zip(taken, ok, strict=True):
                 self._offloading.discard(node)
                 self.settle(node, target, slot, fine)
 
         self.start([Move(tier, node.slots[tier], target, slot) for node, slot in taken], ended, owns_targets=True)
         self._offloading.update(node for node, _ in taken)
+        self.clearing += tier == DEVICE
 
     def _worth_room(self, node: Node, tier: int) -> bool:
         """Whether the colder tier has room for a copy: a free slot, or one with content that is worth no more.

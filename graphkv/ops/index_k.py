@@ -11,6 +11,7 @@ from graphkv.layout import MIN_AMAX_FLOOR, IndexKFormat, PageLayout, ScaleMode, 
 from graphkv.ops.check import FLOAT32, FLOATS, INT32, INT64, UINT8, ArgumentCheck, check_contexts, member
 from graphkv.ops.launch import INDEX_K_FORMATS, SOURCES, has_wgmma, launch, no_result, sm_count
 from graphkv.page_io import read_rows, table_slots, write_rows
+from graphkv.tile_map import ROW_BYTES, TileMap, tile_map
 
 _CPU_SCORE_ELEMENTS = 1 << 24  # bound on the scores [tokens, heads, positions] held at once by the CPU side
 _SCORE_TILE = 64  # positions a CTA of paged_index_logits scores at once
@@ -244,10 +245,10 @@ def _paged_index_logits_cuda(
         defines |= {"GROUP": group, "SHARED_BYTES": _FP8_SHARED_BYTES}
         launch(
             "paged_index_logits_fp8",
-            "PPPqiPqiiPPPqii",
+            "PPPqiPqiiPPPqiiS",
             sm_count(q.device),
             _FP8_THREADS,
-            (*keys, len(page_table), *scores, tokens, out.shape[1]),
+            (*keys, len(page_table), *scores, tokens, out.shape[1], _page_tiles(pages)),
             device=q.device,
             defines=defines,
             shared_bytes=_FP8_SHARED_BYTES,
@@ -269,6 +270,12 @@ def _paged_index_logits_cuda(
         defines=defines,
         shared_bytes=4 * shared_floats,
     )
+
+
+def _page_tiles(pages: Tensor) -> TileMap:
+    """Each page as one tile, keys and scales."""
+    with torch.cuda.device(pages.device):
+        return tile_map(pages.data_ptr(), pages[0].numel() // ROW_BYTES, len(pages), pages.stride(0))
 
 
 def _scores_by_wgmma(q: Tensor, pages: Tensor, fmt: IndexKFormat, visits: int) -> bool:

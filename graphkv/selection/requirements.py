@@ -139,6 +139,13 @@ class Setting:
     def drafts(self) -> bool:
         return self.next_n > 1 or bool(self.config.draft_layers)
 
+    @property
+    def splits_scales(self) -> bool:
+        """Whether index K has its scales behind pages smaller than a block, so that blocks are copied whole."""
+        return self.page_size(Role.INDEX_K) < self.config.block_size and bool(
+            self.config.page_layout(Role.INDEX_K).scale_bytes
+        )
+
     def page_size(self, role: Role) -> int:
         """Tokens a page as the consumer of `role` sees it."""
         asked = self.requirements.index_page_size if role is Role.INDEX_K else self.requirements.latent_page_size

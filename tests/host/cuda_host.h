@@ -16,6 +16,7 @@
 #define __device__
 #define __host__
 #define __constant__ static
+#define __grid_constant__
 #define __shared__ static thread_local  // one block at a time is run by an OS thread
 #define __grid_constant__
 #define __forceinline__ inline
