@@ -56,7 +56,7 @@ topk(const float* logits, i64 logits_stride, i32 width, const i32* context_lens,
   float values[ITEMS];
 #if LONG
   const bool every = share <= THREADS * ITEMS;
-  const Part part = {logits, begin, begin + share, reach};
+  const Part part = {logits, begin, begin + share, min(begin + share, reach)};
 #pragma unroll
   for (i32 i = 0; i < ITEMS; ++i)
     values[i] = part.at(every ? begin + entries.first + i * WARP + self.lane : part.sampled(self, i));

@@ -111,7 +111,7 @@ GK_DEVICE void find_bins(const Self& self, Shared& shared, i32 round, const i32 
 #pragma unroll
     for (i32 n = 0; n < RANKS; ++n) here |= above < wanted[n] && wanted[n] <= above + sum;
     if (here) {
-#pragma unroll(LONG ? 2 : 4)
+#pragma unroll(LONG ? 1 : 4)
       for (i32 step = 1; step < CLUSTER_BLOCKS; ++step) {
 #pragma unroll
         for (i32 i = 0; i < BINS_A_THREAD; i += 4) {

@@ -46,18 +46,6 @@ struct Entries {
   }
 };
 
-// Bit i of lane n and bit n of lane i change places.
-GK_DEVICE u32 transpose(const Self& self, u32 word) {
-  u32 low = 0x0000ffffu;
-#pragma unroll
-  for (i32 step = 16; step > 0; step /= 2) {
-    const u32 other = __shfl_xor_sync(ALL_LANES, word, step);
-    word = self.lane & step ? (word & ~low) | (other >> step & low) : (word & low) | (other << step & ~low);
-    low ^= low << step / 2;
-  }
-  return word;
-}
-
 // Of the keys that equal the threshold, forget those that are not selected.
 GK_DEVICE void drop_ties(const Self& self, Shared& shared, Entries& entries, const Threshold& threshold) {
   const u32 before = (1u << self.lane) - 1;
@@ -77,19 +65,15 @@ template <class PositionOf>
 GK_DEVICE void write_selected(const Self& self, Shared& shared, Entries& entries, const Threshold& threshold,
                               const Row& row, i32* list, PositionOf position_of) {
   if (threshold.splits()) drop_ties(self, shared, entries, threshold);
-  u32 word = 0;
-  entries.visit_items([&](i32 i) { word |= (entries.keys[i] >= threshold.key) << i; });
-  // Of the words, each with the bits of 32 neighbours, every lane takes a share.
-  const i32 offset = self.lane * ITEMS;
-  word = __shfl_sync(ALL_LANES, transpose(self, word), offset / WARP) >> offset % WARP & (ALL_LANES >> (WARP - ITEMS));
-  const i32 count = __popc(word), through = warp_inclusive_scan(count), own = __shfl_sync(ALL_LANES, through, WARP - 1);
+  const u32 before = (1u << self.lane) - 1;
   list += self.warp * (ITEMS * WARP);
-  i32 at = through - count;
-#pragma unroll
-  for (i32 i = 0; i < ITEMS; ++i) {
-    if (word >> i & 1) list[at] = entries.first + offset + i;
-    at += word >> i & 1;
-  }
+  i32 own = 0;
+  entries.visit_items([&](i32 i) {
+    const bool chosen = entries.keys[i] >= threshold.key;
+    const u32 word = __ballot_sync(ALL_LANES, chosen);
+    if (chosen) list[own + __popc(word & before)] = entries.first + i * WARP + self.lane;
+    own += __popc(word);
+  });
   const i32 first = sum_before(self, shared, CHOSEN, own);
   __syncwarp();
   const auto listed = [&](i32 i) { return position_of(list[i]); };

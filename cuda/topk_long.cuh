@@ -13,13 +13,13 @@ constexpr i32 CAPACITY = THREADS * ITEMS, RUNS = WARPS * ITEMS;
 constexpr i32 MOST_CANDIDATES = CLUSTER_BLOCKS == 1 ? CAPACITY / 8 * 7 : CAPACITY / 8 * 11;
 constexpr i32 AHEAD = 16384 / THREADS, MOST_WORDS = 32, SEGMENT = MOST_WORDS * THREADS;
 
-// The logits of a block: positions begin .. end - 1 of a row, read only below `context`.
+// A block's share of a row: positions begin .. end - 1, of which those below `limit`, at most `end`, are in the context.
 struct Part {
   const float* logits;
-  i32 begin, end, context;
+  i32 begin, end, limit;
 
   GK_DEVICE float at(i32 position) const {
-    return position < context ? __ldg(logits + position) : negative_infinity();
+    return position < limit ? __ldg(logits + position) : negative_infinity();
   }
 
   // The sample: CAPACITY positions, in RUNS runs of neighbours, evenly spaced over a part that is longer. The lane's
@@ -32,8 +32,8 @@ struct Part {
   template <class Look>
   GK_DEVICE void visit(Look look) const {
 #pragma unroll 4
-    for (i32 position = begin + static_cast<i32>(threadIdx.x); position < end; position += THREADS)
-      if (position < context) look(order_key(__ldg(logits + position)));
+    for (i32 position = begin + static_cast<i32>(threadIdx.x); position < limit; position += THREADS)
+      look(order_key(__ldg(logits + position)));
   }
 };
 
@@ -70,7 +70,7 @@ GK_DEVICE i32 list_candidates(const Self& self, Shared& shared, const Part& part
       const bool within = first + AHEAD < segment.words;
       const i32 then = within ? segment.position(self, first + AHEAD) : next.position(self, 0);
       const float* from = pinned(part.logits + then);
-      const i32 left = part.context - then;
+      const i32 left = part.limit - then;
       const auto take = [&](i32 i) {
         const u32 word = __ballot_sync(ALL_LANES, ahead[i] >= bound);
         if (self.lane == first + i) mine = word;
@@ -110,7 +110,7 @@ GK_DEVICE i32 find_candidates(const Self& self, Shared& shared, const Part& part
   Entries sample(self, CAPACITY);
 #pragma unroll
   for (i32 i = 0; i < ITEMS; ++i) {
-    sample.keys[i] = part.sampled(self, i) < part.context ? order_key(values[i]) : LOWEST_KEY;
+    sample.keys[i] = part.sampled(self, i) < part.limit ? order_key(values[i]) : LOWEST_KEY;
     atomicAdd(&shared.histogram[0][sample.keys[i] >> FIRST_SHIFT], 1);
   }
   __syncthreads();
@@ -172,7 +172,7 @@ GK_DEVICE void select_far(const Self& self, Shared& shared, const Part& part, i3
 #pragma unroll 1
     for (i32 word = 0; word < segment.words; ++word) {
       const i32 position = segment.position(self, word);
-      const u32 key = position < part.context ? order_key(__ldg(part.logits + position)) : 0;
+      const u32 key = position < part.limit ? order_key(__ldg(part.logits + position)) : 0;
       const u32 reaches = __ballot_sync(ALL_LANES, key >= sure), ties = __ballot_sync(ALL_LANES, key == threshold.key);
       if (self.lane == word) chosen = reaches, tied = splits ? ties : 0;
     }

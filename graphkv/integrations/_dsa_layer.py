@@ -172,24 +172,15 @@ class SparseIndexer:
             query, query_scale = codecs.quantise_query(query, config.index_k_scale, config.index_k_amax_floor)
             weights = weights * query_scale
         logits = step.workspace("index_logits", (step.tokens, step.max_context), torch.float32)
-        if inputs.spans is None:
-            ops.paged_index_logits(
-                query,
-                weights,
-                pages,
-                metadata.index_page_table,
-                metadata.token_row,
-                metadata.context_len,
-                logits,
-                config.index_k,
-            )
-        else:
-            self._score_rows(query.float(), weights, pages, inputs, logits)
         shape = (step.tokens, config.index_topk)
         selection = Selection(*(step.workspace(f"topk_{part}", shape, torch.int32) for part in Selection._fields))
-        ops.topk(
-            logits, metadata.context_len, metadata.latent_page_table, metadata.token_row, config.block_size, *selection
-        )
+        row, context, table = metadata.token_row, metadata.context_len, metadata.latent_page_table
+        if inputs.spans is None:
+            lookup = (metadata.index_page_table, row, context, table, config.block_size)
+            ops.index_topk(query, weights, pages, *lookup, logits, *selection, config.index_k)
+        else:
+            self._score_rows(query.float(), weights, pages, inputs, logits)
+            ops.topk(logits, context, table, row, config.block_size, *selection)
         return selection
 
     def _score_rows(
