@@ -26,8 +26,8 @@ struct Shared {
 // What is summed over the warps of a cluster, each once.
 enum Sums { TIES, CHOSEN, CANDIDATES };
 
-// Keys from `key` on, in bins of 2^shift. Once a round is over: of the `held` keys in one such bin `wanted` are selected,
-// and of the others those above.
+// Keys from `key` on, in bins of 2^shift. Once a round is over: of the `held` keys in one such bin `wanted` are
+// selected, and of the others those above.
 struct Threshold {
   u32 key;
   i32 shift, wanted, held;

@@ -4,8 +4,8 @@
 
 namespace gk {
 
-// Keys of a block's entries 0, 1, 2, ...: the `items` times 32 from `first` on are a warp's, lane n having every 32nd of
-// them from first + n on. GROUP items are handled at once.
+// Keys of a block's entries 0, 1, 2, ...: the `items` times 32 from `first` on are a warp's, lane n having every 32nd
+// of them from first + n on. GROUP items are handled at once.
 struct Entries {
   static constexpr i32 GROUP = ITEMS % 8 == 0 ? 4 : 1;
   i32 first, items;
@@ -59,8 +59,8 @@ GK_DEVICE void drop_ties(const Self& self, Shared& shared, Entries& entries, con
   });
 }
 
-// Every warp lists the entries that it selects before it knows where they go. `list`: room for all entries of the block.
-// `position_of`: of an entry.
+// Every warp lists the entries that it selects before it knows where they go. `list`: room for all entries of the
+// block. `position_of`: of an entry.
 template <class PositionOf>
 GK_DEVICE void write_selected(const Self& self, Shared& shared, Entries& entries, const Threshold& threshold,
                               const Row& row, i32* list, PositionOf position_of) {

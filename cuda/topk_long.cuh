@@ -13,7 +13,8 @@ constexpr i32 CAPACITY = THREADS * ITEMS, RUNS = WARPS * ITEMS;
 constexpr i32 MOST_CANDIDATES = CLUSTER_BLOCKS == 1 ? CAPACITY / 8 * 7 : CAPACITY / 8 * 11;
 constexpr i32 AHEAD = 16384 / THREADS, MOST_WORDS = 32, SEGMENT = MOST_WORDS * THREADS;
 
-// A block's share of a row: positions begin .. end - 1, of which those below `limit`, at most `end`, are in the context.
+// A block's share of a row: positions begin .. end - 1, of which those below `limit`, at most `end`, are in the
+// context.
 struct Part {
   const float* logits;
   i32 begin, end, limit;
@@ -52,7 +53,9 @@ struct Segment {
   i32 begin, words;
 
   GK_DEVICE Segment(i32 begin, i32 end) : begin(begin), words(end - begin > SEGMENT / 2 ? MOST_WORDS : AHEAD) {}
-  GK_DEVICE i32 position(const Self& self, i32 word) const { return begin + (self.warp * words + word) * WARP + self.lane; }
+  GK_DEVICE i32 position(const Self& self, i32 word) const {
+    return begin + (self.warp * words + word) * WARP + self.lane;
+  }
   GK_DEVICE i32 end() const { return begin + words * THREADS; }
 };
 
@@ -80,7 +83,10 @@ GK_DEVICE i32 list_candidates(const Self& self, Shared& shared, const Part& part
         for (i32 i = 0; i < AHEAD; ++i) take(i), ahead[i] = __ldg(from + i * WARP);
       } else {
 #pragma unroll
-        for (i32 i = 0; i < AHEAD; ++i) take(i), ahead[i] = i * WARP < left ? __ldg(from + i * WARP) : negative_infinity();
+        for (i32 i = 0; i < AHEAD; ++i) {
+          take(i);
+          ahead[i] = i * WARP < left ? __ldg(from + i * WARP) : negative_infinity();
+        }
       }
     }
     i32 all, at = count + block_sum_before(self, shared, turn, __popc(mine), all);

@@ -49,7 +49,9 @@ struct Divisor {
   u32 multiplier;
   i32 shift;
 
-  GK_DEVICE i32 quotient(i32 n) const { return static_cast<i32>(__umulhi(2 * static_cast<u32>(n), multiplier) >> shift); }
+  GK_DEVICE i32 quotient(i32 n) const {
+    return static_cast<i32>(__umulhi(2 * static_cast<u32>(n), multiplier) >> shift);
+  }
 };
 
 // The token whose row this block selects from.
@@ -116,7 +118,8 @@ struct Row {
   // Translate and write entries worker, worker + workers, ... below `count` of those from `first` on, BATCH at a time
   // so that their pages are looked up together. `position_of`: of an entry.
   template <i32 BATCH, bool NEAR, class PositionOf>
-  GK_DEVICE void write(i32 first, i32 count, i32 worker, i32 workers, const Pages& pages, PositionOf position_of) const {
+  GK_DEVICE void write(i32 first, i32 count, i32 worker, i32 workers, const Pages& pages,
+                       PositionOf position_of) const {
 #pragma unroll 1
     for (i32 i = worker; i < count; i += BATCH * workers) {
       i32 at[BATCH], to[BATCH];
