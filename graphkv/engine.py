@@ -138,6 +138,11 @@ class StepEngine:
         self.graphs = GraphSet(shape.buckets, device, self.stream)
         self.submitted = self.retired = 0
 
+    @property
+    def workspace_bytes(self) -> int:
+        """What the model's steps have asked for so far."""
+        return sum(workspace.num_bytes for workspace in self._workspaces.values())
+
     def metadata(self, side: Side, rows: int, tokens: int, group: int | None = None) -> StepMetadata:
         """The live tensors of a side and group (its first), as a step of that shape sees them. For looking; the device
         writes them."""

@@ -116,6 +116,7 @@ class Pools:
 
     Attributes:
         num_blocks: blocks of group 0, the null block included.
+        window_blocks: blocks of group 1 and those that follow, likewise.
 
     Args:
         config: the cache's layers and formats.
@@ -134,7 +135,7 @@ class Pools:
         window_blocks: Sequence[int] = (),
     ) -> None:
         self.config = config
-        self.num_blocks = num_blocks
+        self.num_blocks, self.window_blocks = num_blocks, tuple(window_blocks)
         check_window_blocks(config, window_blocks)
         self._pools: dict[tuple[int, Side, Role], Pool] = {}
         self._views: dict[tuple[Side, Role, int], torch.Tensor] = {}
@@ -226,7 +227,7 @@ def check_window_blocks(config: CacheConfig, window_blocks: Sequence[int]) -> No
     if len(window_blocks) != len(windows):
         raise InvalidValue(
             f"window_blocks must have one number of blocks for each of {len(windows)} groups with a window, got "
-            f"{list(window_blocks)}; see CacheSize.split"
+            f"{list(window_blocks)}; see graphkv.window_sizing.split"
         )
 
 

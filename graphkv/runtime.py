@@ -11,10 +11,14 @@ from graphkv.config import CacheConfig
 from graphkv.device import Device
 from graphkv.engine import EngineShape, Mode, StepEngine
 from graphkv.errors import InvalidValue, TransferTimeout
+from graphkv.footprint import Footprint
 from graphkv.frames import Upload
 from graphkv.layout import Side
 from graphkv.loop.demands import check_demands
+from graphkv.loop.guard import FreeBlockGuard
 from graphkv.loop.moving import MovingVerbs
+from graphkv.loop.report import runtime_stats
+from graphkv.manager.events import Event
 from graphkv.manager.v2 import V2Options
 from graphkv.manager.windowed import build_manager
 from graphkv.metadata import StepMetadata
@@ -50,9 +54,12 @@ class DecodeRuntime(MovingVerbs):
         upload: how packets reach the device, see `graphkv.frames.Upload`.
         prefix_caching: whether sequences that begin alike share blocks. The blocks of closed sequences then stay
             cached until their room is needed.
+        match_back_off: see `ManagerV2`; the tokens that a draft side reads ahead, if it does.
         requirements: what else the cache will be used for; what cannot work is refused here.
         tiers: where blocks go that the device has no room for; none by default.
-        event_capacity, self_check: see `ManagerV2`.
+        event_capacity: events kept until `take_events`; 0 records none.
+        self_check: check the host's state after each retired step, and fill free blocks with bytes that are no numbers.
+            For debugging: it is slow.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class DecodeRuntime(MovingVerbs):
         mode: Mode = "graph",
         upload: Upload = "copy",
         prefix_caching: bool = True,
+        match_back_off: int = 0,
         tiers: TierOptions | None = None,
         requirements: Requirements | None = None,
         event_capacity: int = 0,
@@ -109,11 +117,12 @@ class DecodeRuntime(MovingVerbs):
         options: V2Options = {
             "max_edits": shape.max_edits,
             "prefix_caching": prefix_caching,
+            "match_back_off": match_back_off,
             "whole_copies": setting.splits_scales,
             "event_capacity": event_capacity,
             "self_check": self_check,
         }
-        self._can_grow = max_num_blocks is not None
+        self._can_grow, self._shape = max_num_blocks is not None, shape
         with device.guard():
             self.pools = Pools(config, num_blocks, device, max_num_blocks, window_blocks=window_blocks)
             engine = StepEngine(config, self.pools, model, shape, device, mode, upload)
@@ -135,6 +144,10 @@ class DecodeRuntime(MovingVerbs):
             warm = CopyJob(DEVICE, NULL_BLOCK, DEVICE, NULL_BLOCK + 1, config.block_size)
             groups = range(len(config.groups))
             self._submitter.copy([warm._replace(group=group) for group in groups])  # what it needs is compiled now
+        self._guard: FreeBlockGuard | None = None
+        if self_check:
+            self._guard = FreeBlockGuard(manager, self.pools, device, engine.stream)
+            self._flight.on_retired = self._guard.poison
 
     # growth ---------------------------------------------------------------------------------------------------------
 
@@ -202,27 +215,32 @@ class DecodeRuntime(MovingVerbs):
         """`AssertionError` with the facts if an invariant of the host's state is broken; it reads everything."""
         self.manager.check()
         self._tokens.check()
+        if self._guard is not None:
+            self._guard.check()
         submitted, retired = self._engine.submitted, self._engine.retired
         if not retired <= submitted <= retired + 2:
             raise AssertionError(f"{submitted} steps submitted and {retired} retired with two frames")
 
-    def stats(self) -> RuntimeStats:
-        manager, ledger = self.manager.stats(), self.device.ledger
-        return RuntimeStats(
-            steps_submitted=self._engine.submitted,
-            steps_retired=self._engine.retired,
-            graph_launches=self._engine.graphs.launches,
-            blocks_total=manager.blocks_total,
-            blocks_held=manager.blocks_held,
-            blocks_free=manager.blocks_free,
-            blocks_retiring=manager.blocks_retiring,
-            blocks_peak=manager.blocks_peak_held,
-            rows_open=manager.rows_open,
-            pool_bytes=self.pools.num_bytes,
-            device_bytes=ledger.device_bytes,
-            pinned_bytes=ledger.pinned_bytes,
-            allocations=ledger.allocations,
+    def footprint(self) -> Footprint:
+        """The memory that the runtime has taken, by kind. All but the workspaces follow from its arguments alone, see
+        `Footprint.estimate`; pools that can grow take whole chunks of the device's."""
+        return Footprint.estimate(
+            self.config,
+            self._shape,
+            (self.pools.num_blocks, *self.pools.window_blocks),
+            self.device,
+            host_bytes=0 if self.tiers is None else self.tiers.host.num_bytes,
+            workspace_bytes=self._engine.workspace_bytes,
         )
+
+    def stats(self) -> RuntimeStats:
+        """Counts since construction, and the state now, by tier and role."""
+        return runtime_stats(self._engine, self.manager, self.pools, self.tiers, self.device)
+
+    def take_events(self) -> list[Event]:
+        """What became findable, moved, went or was rewound since the last call, oldest first, if `event_capacity` is
+        given. A jump of their numbers tells of dropped ones."""
+        return self.manager.take_events()
 
     def __enter__(self) -> DecodeRuntime:
         return self

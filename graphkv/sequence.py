@@ -30,8 +30,9 @@ class SequenceCounts(NamedTuple):
     Attributes:
         cached: tokens that were found cached when it was opened (or shared when it was forked), by the tier in which
             they were: the device, then the colder ones.
-        recomputed: tokens of its prompt that were found as well and had to be computed all the same, because there was
-            no room for them or their copy was bad. The last token of a prompt is always computed and never among them.
+        recomputed: tokens of its prompt that were found as well and had to be computed all the same: there was no room
+            for them, their copy was bad, or they are a part of a block in a colder tier, which is brought whole or not.
+            The last token of a prompt is always computed and never among them.
         blocks_moved: blocks that transfers brought to another tier on its behalf.
     """
 

@@ -102,6 +102,35 @@ class CacheSize:
             raise InvalidValue(f"tokens must be at least 1, got {tokens}")
         return 1 + -(-tokens // self.block_size)
 
+    def blocks_in(self, free_bytes: int, share: float, beside: int = 0) -> int:
+        """The most blocks (the null block included) in a share of the memory that is free.
+
+        Args:
+            free_bytes: memory that is free where the pools will be, as the caller measured it once the model was loaded
+                and had run its largest step.
+            share: of it that may be taken, within 0 .. 1.
+            beside: bytes of that share that go to other things: metadata, workspaces, see `graphkv.footprint`.
+        """
+        if not 0 < share <= 1:
+            raise InvalidValue(f"share must be within 0 .. 1, got {share}")
+        if free_bytes < 0 or beside < 0:
+            raise InvalidValue(f"free_bytes and beside must not be negative, got {free_bytes} and {beside}")
+        return self.blocks_for(int(free_bytes * share) - beside)
+
+    def longest_sequence(self, num_blocks: int, *, rows: int = 1, next_n: int = 1) -> int:
+        """Tokens of the longest sequence that fits beside `rows` - 1 others of one block each; 0 if none does.
+
+        Args:
+            num_blocks: of the pools, the null block included; those of layer group 0, where windows have groups of
+                their own.
+            rows: sequences open at once.
+            next_n: query tokens a step, for which each row holds room behind its length.
+        """
+        if rows < 1 or next_n < 1:
+            raise InvalidValue(f"rows and next_n must be at least 1, got {rows} and {next_n}")
+        others = (rows - 1) * -(-(1 + next_n) // self.block_size)
+        return max(0, (num_blocks - 1 - others) * self.block_size - next_n)
+
     def _select(self, side: Side | None, role: Role | None, layer: int | None, group: int | None) -> Iterator[PageSize]:
         for page in self.pages:
             where = side in (None, page.side) and group in (None, page.group)

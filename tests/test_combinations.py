@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from mix import MixModel, gathered, mix_config, run_workload
-from tier_shadow import CANARY, TierShadow, tier_runtime
+from tier_shadow import TierShadow, tier_runtime
 from window_world import Shadow, config_of
 
 from graphkv import ops
@@ -103,10 +103,7 @@ def growth(setting: Setting, device: torch.device) -> None:
     runtime, shadow = asked_of(setting, device, num_blocks=4, max_num_blocks=64)
     first = opened(shadow, list(range(40)))
     before = runtime.stats().graph_launches
-    runtime.grow(64)
-    for pool, image in zip(runtime.pools, shadow.images, strict=True):
-        pool.blocks[4:].fill_(CANARY)
-        image[4:] = CANARY
+    shadow.grow(64)
     for _ in range(20):
         shadow.step([first])
     shadow.check()

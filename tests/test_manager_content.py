@@ -116,6 +116,26 @@ def test_case_F2_the_same_ids_with_other_content_never_match() -> None:
     assert manager.probe_match(ids(0, 10), contents=image) == 0, "no partial reuse where ids do not tell all"
 
 
+@pytest.mark.parametrize(
+    ("known", "back_off", "cached"), [(32, 3, 29), (40, 3, 37), (2, 3, 0), (16, 16, 0), (35, 1, 34)]
+)
+def test_a_match_gives_up_the_tokens_that_drafts_read_ahead(known: int, back_off: int, cached: int) -> None:
+    """What a draft side holds for the last tokens of a match was computed from tokens behind it."""
+    manager = make(match_back_off=back_off)
+    first = fill(manager, ids(0, 48))
+    prompt = np.append(ids(0, known), ids(500, 520))
+    assert manager.probe_match(prompt) == cached
+    row = manager.open(tokens=prompt)
+    assert manager.length[row] == manager.cached_tokens[row] == cached
+    assert blocks(manager, row)[: cached // B] == blocks(manager, first)[: cached // B]
+    copies = manager.take_copies()
+    assert [job.tokens for job in copies] == ([cached % B] if cached % B else [])
+    assert all(job.source == blocks(manager, first)[cached // B] for job in copies)
+    manager.check()
+    with pytest.raises(InvalidValue, match="match_back_off must be 0 or more tokens, got -1"):
+        make(match_back_off=-1)
+
+
 def test_partial_reuse_finds_the_best_of_many_siblings() -> None:
     manager = make(num_blocks=80)
     for i in range(50):
@@ -382,3 +402,29 @@ def test_the_highest_priority_that_touches_a_block_counts() -> None:
     blocks_of = {(0, 16): (10, np.inf), (4, 16): (35, np.inf), (16, 32): (80, 7.0), (48, 64): (60, np.inf)}
     for (start, stop), worth in blocks_of.items():
         assert retention.of(start, stop, 5.0) == (*worth, 35)
+
+
+def test_blocks_are_vacated_unless_somebody_may_touch_them() -> None:
+    manager = make(num_blocks=9)
+    a, b = fill(manager, ids(0, 48)), fill(manager, ids(100, 132))
+    manager.submitted = 5
+    manager.close(a, 5, int(manager.serial[a]))
+    before = manager.stats()
+    assert (before.blocks_cached, before.blocks_held) == (3, 2)
+    assert manager.vacate(1) == 5, "two are held, and step 5 may touch three"
+    assert manager.vacate(3) == 3
+    assert manager.vacate(6) == 0
+    assert manager.stats() == before
+    with pytest.raises(InvalidValue, match="3 blocks from id 3 on are not free"):
+        manager.resize(3)
+    with pytest.raises(InvalidValue, match="down to 2 in all"):
+        manager.resize(1)
+    manager.retire(5)
+    close(manager, b)
+    assert manager.vacate(3) == 0
+    manager.resize(3)
+    assert manager.stats().blocks_total == 2
+    assert manager.probe_match(ids(0, 48)) == 0, "what builds on the block 3 went with it"
+    manager.resize(5)
+    manager.check()
+    assert set(manager.blocks.take(2).tolist()) == {1, 2}, "new ones come after those that are free"

@@ -24,6 +24,8 @@ def test_the_example_runs_as_it_stands(capsys: object) -> None:
     batch = scope["batch"]
     lengths = [sequence.tokens.size for sequence in batch]  # type: ignore[attr-defined]
     assert lengths == [3 + 1 + 16, 70 + 1 + 16]
+    exec(compile(block("tiers"), "README.md", "exec"), scope)
+    assert [scope[name].tokens.size for name in ("chat", "other")] == [70 + 1 + 1, 3 + 1 + 9]  # type: ignore[attr-defined]
 
 
 def test_the_table_of_bytes_is_what_sizing_says() -> None:

@@ -152,6 +152,15 @@ def test_rows_run_out_and_come_back(device: torch.device) -> None:
     assert opened[1].length == 0
 
 
+def test_rows_come_back_where_no_step_was_ever_made() -> None:
+    runtime, _, _ = probe_runtime("cpu")
+    for _ in range(3):
+        opened = [runtime.open([1]) for _ in range(4)]
+        for sequence in opened:
+            runtime.close(sequence)
+    assert runtime.stats().rows_open == 0
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

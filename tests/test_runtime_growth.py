@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from test_runtime_tiers import HOST, cool, prompt, run
-from tier_shadow import CANARY, TierShadow, tier_runtime
+from tier_shadow import tier_runtime
 
 from graphkv.errors import InvalidValue, OutOfBlocks, OutOfMemory
 from graphkv.layout import Role, Side
@@ -23,16 +24,6 @@ def addresses(runtime: DecodeRuntime) -> list[int]:
     return views + live
 
 
-def grow(runtime: DecodeRuntime, shadow: TierShadow, num_blocks: int) -> None:
-    """Grow, and make the new blocks' bytes known."""
-    before = runtime.pools.num_blocks
-    runtime.grow(num_blocks)
-    for pool, image in zip(runtime.pools, shadow.images, strict=True):
-        pool.blocks[before:num_blocks].fill_(CANARY)
-        image[before:num_blocks] = CANARY
-    runtime.device.synchronize()
-
-
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_case_A3_captured_graphs_go_on_through_growth_and_shrinking(device: torch.device, mode: str) -> None:
     runtime, shadow = tier_runtime(device, num_blocks=8, max_num_blocks=5000, mode=mode)
@@ -44,7 +35,7 @@ def test_case_A3_captured_graphs_go_on_through_growth_and_shrinking(device: torc
     (b,) = (sequence for sequence in shadow.sequences if sequence is not a)
     launches = runtime.stats().graph_launches
     in_flight = shadow.step([a])
-    grow(runtime, shadow, 4000)
+    shadow.grow(4000)
     assert runtime.stats().steps_retired < in_flight or not runtime.device.is_cuda
     shadow.prefill([b])
     batch = Batch([a, b])
@@ -65,7 +56,7 @@ def test_case_A3_captured_graphs_go_on_through_growth_and_shrinking(device: torc
     for _ in range(10):
         shadow.step([a])
     shadow.check()
-    grow(runtime, shadow, 20)
+    shadow.grow(20)
     c = run(shadow, 3, 90, steps=10)
     shadow.step([c, a])
     shadow.check()
@@ -105,7 +96,7 @@ def test_what_is_cached_in_blocks_that_go_is_evicted_with_what_builds_on_it(devi
     assert 0 < runtime.manager.stats().blocks_cached < first
     assert runtime.manager.probe_match(prompt(1, 61)) == 48
     assert runtime.manager.probe_match(prompt(2, 61)) < 48
-    grow(runtime, shadow, 30)
+    shadow.grow(30)
     events = runtime.manager.take_events()
     assert [e.block for e in events if e.kind == EventKind.RESIZED] == [5, 29]
     a = shadow.open(prompt(1, 61))
@@ -122,11 +113,26 @@ def test_shrinking_keeps_what_is_in_a_colder_tier(device: torch.device) -> None:
     runtime.drain()
     runtime.shrink(2)
     assert runtime.manager.probe_match(prompt(1, 70)) == 48
-    grow(runtime, shadow, 12)
+    shadow.grow(12)
     a = shadow.open(prompt(1, 70))
     runtime.wait_ready(a)
     assert a.counts.cached == (0, 48)
     shadow.prefill([a])
+    shadow.check()
+
+
+def test_shrinking_waits_for_copies_that_nobody_asked_for(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, shadow = tier_runtime(device, HOST, num_blocks=12, max_num_blocks=12)
+    shadow.mover.late = True
+    shadow.close(run(shadow, 1, 60))
+    runtime.retire()
+    runtime.poll()
+    assert shadow.mover.held
+    monkeypatch.setattr(time, "sleep", lambda _: shadow.mover.release_all())
+    runtime.shrink(2)
+    assert runtime.manager.probe_match(prompt(1, 70)) == 48
     shadow.check()
 
 
@@ -204,7 +210,7 @@ def test_sequences_live_through_sizes_that_come_and_go(device: torch.device, see
         target, now = int(rng.integers(2, 60)), runtime.pools.num_blocks
         try:
             if target > now:
-                grow(runtime, shadow, target)
+                shadow.grow(target)
             elif target < now:
                 runtime.shrink(target)
             sizes += 1

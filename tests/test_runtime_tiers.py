@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from graphkv.errors import InvalidValue, NotReady, OutOfBlocks, TransferTimeout
 from graphkv.manager.prefix import Scope
 from graphkv.manager.v2 import RowState
 from graphkv.runtime import DecodeRuntime
-from graphkv.sequence import Sequence
+from graphkv.sequence import Batch, Sequence
 from graphkv.tiers.disk import FileOps
 from graphkv.tiers.hierarchy import TierOptions
 
@@ -142,6 +143,8 @@ def test_only_what_the_sequence_is_in_is_waited_for(device: torch.device) -> Non
 def test_what_is_not_ready_is_refused_with_a_way_out(device: torch.device, state: RowState) -> None:
     runtime, shadow = tier_runtime(device, HOST, late=True)
     a, b = run(shadow, 1, 40), run(shadow, 2, 20)
+    batch = Batch([b, a])
+    shadow.step(batch)
     runtime.suspend(a)
     if state != RowState.SUSPENDING:
         shadow.mover.release_all()
@@ -152,6 +155,7 @@ def test_what_is_not_ready_is_refused_with_a_way_out(device: torch.device, state
     way_out = "resume it first" if state == RowState.SUSPENDED else "leave it out until poll"
     calls: list[Callable[[], object]] = [
         lambda: runtime.step([b, a]),
+        lambda: runtime.step(batch),
         lambda: runtime.prefill([a]),
         lambda: runtime.fork(a),
         lambda: runtime.rewind(a, 1),
@@ -174,6 +178,33 @@ def test_what_is_not_ready_is_refused_with_a_way_out(device: torch.device, state
         runtime.resume(a)
         shadow.mover.release_all()
     runtime.wait_ready([a, b])
+    shadow.step([a, b])
+    shadow.check()
+
+
+def test_who_is_named_is_looked_for(device: torch.device) -> None:
+    """Nobody polled since the transfer ended: the step that needs the sequence does."""
+    runtime, shadow = tier_runtime(device, HOST, late=True)
+    a = run(shadow, 1, 40)
+    runtime.suspend(a)
+    shadow.mover.release_all()
+    runtime.poll()
+    runtime.resume(a)
+    shadow.mover.release_all()
+    assert a.state == RowState.LOADING
+    shadow.step([a])
+    shadow.check()
+
+
+def test_rows_come_and_go_without_a_step_between_to_carry_their_table_cells(device: torch.device) -> None:
+    runtime, shadow = tier_runtime(device, HOST)
+    a, b = run(shadow, 1, 90), run(shadow, 2, 90)
+    for _ in range(8):
+        for sequence in (a, b):
+            runtime.suspend(sequence)
+            settle(runtime, sequence)
+            runtime.resume(sequence)
+        runtime.wait_ready([a, b])
     shadow.step([a, b])
     shadow.check()
 
@@ -284,6 +315,53 @@ def test_without_room_for_a_cold_match_its_tokens_are_computed_again_and_counted
     shadow.close(b)
     shadow.prefill([a])
     assert runtime.manager.stats().tokens_missed == 48
+    shadow.check()
+
+
+def fill_and_leave(runtime: DecodeRuntime, shadow: TierShadow, request: int, length: int) -> None:
+    """The full blocks of a prompt are cached."""
+    sequence = run(shadow, request, length, steps=0)
+    runtime.retire()
+    shadow.close(sequence)
+    assert runtime.manager.stats().blocks_cached >= length // 16
+
+
+def test_a_prefill_that_begins_also_ends(device: torch.device) -> None:
+    """Between its chunks no cached block is held for a copy that nobody asked for."""
+    runtime, shadow = tier_runtime(device, HOST, num_blocks=8, prefill_chunk=16)
+    shadow.mover.late = True
+    fill_and_leave(runtime, shadow, 1, 100)
+    a = run(shadow, 2, 100, steps=0)
+    assert not shadow.mover.held
+    shadow.step([a])
+    shadow.check()
+
+
+def test_a_step_waits_for_copies_that_nobody_asked_for(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, shadow = tier_runtime(device, HOST, num_blocks=8)
+    shadow.mover.late = True
+    fill_and_leave(runtime, shadow, 1, 64)
+    a = run(shadow, 2, 48, steps=0)
+    runtime.poll()
+    assert sum(map(len, shadow.mover.held.values())) == 4
+    monkeypatch.setattr(time, "sleep", lambda _: shadow.mover.release_all())
+    shadow.step([a])  # needs a block
+    assert not shadow.mover.held
+    shadow.check()
+
+
+def test_a_step_does_not_wait_for_a_suspension(device: torch.device) -> None:
+    runtime, shadow = tier_runtime(device, HOST, num_blocks=8, prefix_caching=False)
+    shadow.mover.late = True
+    a, b = run(shadow, 2, 48, steps=0), run(shadow, 1, 64, steps=0)
+    runtime.suspend(b)
+    begun = time.monotonic()
+    with pytest.raises(OutOfBlocks, match="1 more blocks needed, 0 free"):
+        shadow.step([a])
+    assert time.monotonic() - begun < 0.5
+    shadow.mover.release_all()
+    shadow.step([a])  # looks, and finds room
+    assert b.state == RowState.SUSPENDED
     shadow.check()
 
 

@@ -27,7 +27,8 @@ def test_case_E4_drafts_are_rejected_and_the_window_is_still_there(device: torch
 
     Prompts end around 61; steps accept 1 .. 4 of their tokens and overlap, the stream is stalled, blocks are reused.
     """
-    shadow = Shadow(device, config_of(), upload=upload, window_blocks=[20, 24], self_check=True)
+    shadow = Shadow(device, config_of(), upload=upload, window_blocks=[20, 24])
+    shadow.manager.self_check = True  # the runtime's own would also write into free blocks
     sequences = [shadow.open(i + 1, n) for i, n in enumerate((61, 45, 60, 62))]
     shadow.prefill(sequences)
     for i in range(40):

@@ -7,8 +7,9 @@ import torch
 
 from graphkv.config import CacheConfig, Indexer, LayerSpec
 from graphkv.device import Device
-from graphkv.errors import InvalidValue
+from graphkv.errors import InvalidValue, OutOfBlocks
 from graphkv.layout import Role, Side
+from graphkv.manager.v2 import ManagerV2
 from graphkv.pool import Pools
 from graphkv.sizing import CacheSize
 
@@ -97,3 +98,45 @@ def test_a_budget_below_two_blocks_is_refused_with_the_numbers() -> None:
         size.pool_bytes(1)
     with pytest.raises(InvalidValue, match="got 0"):
         size.blocks_for_tokens(0)
+
+
+@pytest.mark.parametrize(("share", "beside"), [(1.0, 0), (0.9, 0), (0.5, 12_345_678)])
+def test_blocks_in_a_share_of_free_memory(share: float, beside: int) -> None:
+    size, free = CacheSize.of(CacheConfig.named("deepseek-v3.2")), 80_000_000_001
+    num_blocks = size.blocks_in(free, share, beside)
+    assert size.pool_bytes(num_blocks) + beside <= free * share < size.pool_bytes(num_blocks + 1) + beside
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((1 << 30, 0.0), "share must be within 0 .. 1, got 0.0"),
+        ((1 << 30, 1.1), "share must be within 0 .. 1, got 1.1"),
+        ((-1, 0.5), "must not be negative"),
+        ((1 << 30, 0.5, -1), "must not be negative"),
+        ((1 << 20, 0.5), "give at least"),
+    ],
+)
+def test_a_share_that_makes_no_sense_is_refused(given: tuple[float, ...], message: str) -> None:
+    with pytest.raises(InvalidValue, match=message):
+        CacheSize.of(CacheConfig.named("deepseek-v3.2")).blocks_in(*given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("num_blocks", "rows", "next_n"), [(2, 1, 1), (40, 1, 1), (40, 8, 1), (40, 8, 4), (40, 40, 1)])
+def test_the_longest_sequence_beside_others(num_blocks: int, rows: int, next_n: int) -> None:
+    """It and the others are opened and fed in a manager of that size, and one token more does not fit."""
+    config = CacheConfig(layers=(FULL,), block_size=16)
+    longest = CacheSize.of(config).longest_sequence(num_blocks, rows=rows, next_n=next_n)
+    manager = ManagerV2(num_blocks=num_blocks, block_size=16, max_rows=rows, max_blocks=64, max_edits=4096)
+    others = [manager.open() for _ in range(rows - 1)]
+    for row in others:
+        manager.extend([row], 1 + next_n)
+    if not longest:
+        assert manager.stats().blocks_free == 0
+        return
+    row = manager.open()
+    with pytest.raises(OutOfBlocks):
+        manager.extend([row], longest + 1 + next_n)
+    manager.extend([row], longest + next_n)
+    with pytest.raises(InvalidValue, match="at least 1"):
+        CacheSize.of(config).longest_sequence(num_blocks, rows=0)

@@ -19,6 +19,7 @@ from watched_mover import WatchedMover
 from graphkv.layout import Role, Side
 from graphkv.manager.prefix import EVERYONE, Scope
 from graphkv.runtime import DecodeRuntime
+from graphkv.sequence import Batch, Chunk
 from graphkv.sequence import Sequence as Running
 from graphkv.tiers.hierarchy import TierOptions
 from graphkv.transfer import DEVICE, CopyJob
@@ -53,11 +54,13 @@ class TierShadow:
         self.colder: dict[tuple[int, int], Image] = {}
         for pool in runtime.pools:
             pool.blocks[: pool.num_blocks].fill_(CANARY)
+        runtime.device.synchronize()  # steps and transfers run on other streams
         self.mover: WatchedMover | None = None
         if runtime.tiers is not None:
             self.mover = WatchedMover(runtime.tiers.mover, self._began, self._failed, late)
             runtime.manager._tiering._mover = self.mover
         self._copy, runtime._submitter.copy = runtime._submitter.copy, self._copied
+        self._feed, runtime._submitter.prefill = runtime._submitter.prefill, self._fed
 
     # bytes ----------------------------------------------------------------------------------------------------------
 
@@ -90,6 +93,13 @@ class TierShadow:
             for pool in self.images:
                 count = pool.shape[2] // self.size * job.tokens
                 pool[job.target, :, :count] = pool[job.source, :, :count]
+
+    def _fed(self, chunk: Chunk) -> int:
+        """Noted chunk by chunk: by the next one, a block may have been given up for an equal one."""
+        step = self._feed(chunk)
+        for sequence, begin, count in zip(chunk.batch, chunk.begins.tolist(), chunk.counts.tolist(), strict=True):
+            self._wrote(sequence, begin, begin + count, (Side.TARGET,))
+        return step
 
     def _records(self, tokens: np.ndarray[Any, Any], begin: int, layer: int, role: Role) -> np.ndarray[Any, Any]:
         """u8 [n, bytes]: what a step writes for tokens from position `begin` on."""
@@ -131,14 +141,12 @@ class TierShadow:
         step = self.runtime.prefill(batch)
         for sequence in batch:
             known = self.sequences[sequence]
-            begin = sequence.cached_tokens if known.fed is None else known.fed
             known.fed = len(known.tokens)
-            self._wrote(sequence, begin, known.fed, (Side.TARGET,))
             known.tokens.append(known.tokens[-1] + 1)
         return step
 
-    def step(self, sequences: Iterable[Running]) -> int:
-        batch = list(sequences)
+    def step(self, sequences: Iterable[Running] | Batch) -> int:
+        batch = sequences if isinstance(sequences, Batch) else list(sequences)
         step = self.runtime.step(batch)
         for sequence in batch:
             known = self.sequences[sequence]
@@ -161,6 +169,15 @@ class TierShadow:
         known = self.sequences[sequence]
         known.fed -= count
         del known.tokens[known.fed + 1 :]
+
+    def grow(self, num_blocks: int) -> None:
+        """Grow, and make the new blocks' bytes known."""
+        before = self.runtime.pools.num_blocks
+        self.runtime.grow(num_blocks)
+        for pool, image in zip(self.runtime.pools, self.images, strict=True):
+            pool.blocks[before:num_blocks].fill_(CANARY)
+            image[before:num_blocks] = CANARY
+        self.runtime.device.synchronize()
 
     def close(self, sequence: Running) -> None:
         self.runtime.close(sequence)
@@ -188,6 +205,9 @@ class TierShadow:
             assert not bad.size, f"{len(bad)} bytes differ, first at block, page, byte {bad[0].tolist()}"
 
     def check_reads(self, sequence: Running) -> None:
+        """A sequence reads its own tokens, once the copies that its next step waits for were made."""
+        if self.runtime.manager.copies_pending:
+            return
         known = self.sequences[sequence]
         blocks, offsets = self._places(sequence, 0, known.fed)
         for layer, role, pool in self._layers(Side.TARGET):
@@ -203,6 +223,6 @@ def tier_runtime(
 ) -> tuple[DecodeRuntime, TierShadow]:
     """A small runtime around a ProbeModel, with its shadow."""
     config = probe_config(draft=draft)
-    sizes = {"max_rows": 4, "max_seq_len": 112, "num_blocks": 24, "prefill_chunk": 48, "self_check": True} | options
+    sizes = {"max_rows": 4, "max_seq_len": 112, "num_blocks": 24, "prefill_chunk": 48} | options
     runtime = DecodeRuntime(config, ProbeModel(config, 512, device), device=device, tiers=tiers, **sizes)
     return runtime, TierShadow(runtime, late=late)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from graphkv.tiers.mover import TierMover
 from graphkv.transfer import DEVICE, BlockMover, CopyJob
 
@@ -16,7 +18,7 @@ class WatchedMover(BlockMover):
     Args:
         inner: carries the bytes.
         began: told each transfer as it begins.
-        failed: told each job that failed, when its end is told.
+        failed: told each job that failed, once its target has the bytes that it will be left with.
         late: whether transfers wait for `release`.
     """
 
@@ -31,7 +33,7 @@ class WatchedMover(BlockMover):
         self._began, self._failed = began, failed
         self.held: dict[int, list[CopyJob]] = {}  # not begun
         self._inside: dict[int, tuple[int, list[CopyJob]]] = {}  # ticket -> that of the real mover
-        self._ended: dict[int, tuple[list[CopyJob], list[bool]]] = {}
+        self._ended: dict[int, list[bool]] = {}
         self._tickets = 0
 
     def submit(self, jobs: Sequence[CopyJob]) -> int:
@@ -49,7 +51,7 @@ class WatchedMover(BlockMover):
         for i in failed:
             self._spoil(jobs[i])
             ok[i] = False
-        self._ended[ticket] = jobs, ok
+        self._ended[ticket] = self._told(jobs, ok)
 
     def release_all(self) -> None:
         for ticket in list(self.held):
@@ -59,13 +61,14 @@ class WatchedMover(BlockMover):
         if ticket in self.held:
             return None
         if ticket in self._ended:
-            jobs, ok = self._ended.pop(ticket)
-        else:
-            inside, jobs = self._inside[ticket]
-            if (result := self.inner.poll(inside)) is None:
-                return None
-            del self._inside[ticket]
-            ok = list(result)
+            return self._ended.pop(ticket)
+        inside, jobs = self._inside[ticket]
+        if (result := self.inner.poll(inside)) is None:
+            return None
+        del self._inside[ticket]
+        return self._told(jobs, list(result))
+
+    def _told(self, jobs: list[CopyJob], ok: list[bool]) -> list[bool]:
         for job, fine in zip(jobs, ok, strict=True):
             if not fine:
                 self._failed(job)
@@ -81,6 +84,8 @@ class WatchedMover(BlockMover):
         if job.target_tier == DEVICE:
             for pool in self.inner._pools:
                 pool.block(job.target).fill_(GARBAGE)
+                if pool.data.is_cuda:
+                    torch.cuda.synchronize(pool.data.device)  # steps and transfers run on other streams
         elif job.target_tier == 1:
             self.inner._host.data[job.target].fill_(GARBAGE)
         else:

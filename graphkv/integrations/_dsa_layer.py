@@ -17,6 +17,7 @@ import torch
 
 from graphkv import codecs, ops
 from graphkv.config import CacheConfig
+from graphkv.integrations.decode_kernels import DecodeKernels, KernelChoice, OwnKernels
 from graphkv.layout import IndexKFormat, Role, Side
 from graphkv.step import StepContext
 
@@ -50,6 +51,7 @@ class LayerInputs:
         cos, sin: rotation of each token, [T, qk_rope_head_dim] in the model's type.
         spans: the rows of a prefill batch on the host, None in decode (which reads nothing on the host).
         start: int32 [rows + 1], first gathered key of each row; None in decode.
+        kernels: whose kernels score, select and attend.
     """
 
     step: StepContext
@@ -58,18 +60,22 @@ class LayerInputs:
     sin: torch.Tensor
     spans: tuple[RowSpan, ...] | None
     start: torch.Tensor | None
+    kernels: DecodeKernels
 
     @classmethod
-    def of(cls, step: StepContext, config: CacheConfig, cos: torch.Tensor, sin: torch.Tensor) -> LayerInputs:
-        """Reads a prefill batch's row bounds to the host, once a step."""
+    def of(
+        cls, step: StepContext, config: CacheConfig, cos: torch.Tensor, sin: torch.Tensor, choice: KernelChoice
+    ) -> LayerInputs:
+        """Reads a prefill batch's row bounds to the host, once a step. A prefill runs on graphkv's own kernels."""
+        own = OwnKernels(config.index_k, config.latent, config.latent_scale, config.kv_lora_rank, config.block_size)
         if step.kind == "decode":
-            return cls(step, config, cos, sin, None, None)
+            return cls(step, config, cos, sin, None, None, choice.kernels(own))
         metadata = step.metadata
         start = torch.zeros(step.rows + 1, dtype=torch.int32, device=cos.device)
         torch.cumsum(metadata.seq_len, 0, dtype=torch.int32, out=start[1:])
         queries, keys = torch.stack([metadata.query_start, start]).tolist()
         spans = tuple(RowSpan(*q, *k) for q, k in zip(pairwise(queries), pairwise(keys), strict=True))
-        return cls(step, config, cos, sin, spans, start)
+        return cls(step, config, cos, sin, spans, start, KernelChoice().kernels(own))
 
 
 class SparseAttention:
@@ -130,9 +136,7 @@ class SparseAttention:
         absorbed = torch.bmm(query_nope.transpose(0, 1), up[:, :nope]).transpose(0, 1)
         query = torch.cat([absorbed, query_rope], dim=-1)
         attended = torch.empty(*query.shape[:2], rank, dtype=query.dtype, device=query.device)
-        ops.sparse_mla_decode(
-            query, pages, selection.slot, attention.scaling, config.latent, config.latent_scale, rank, attended
-        )
+        inputs.kernels.attend(inputs.step, query, pages, selection.slot, attention.scaling, attended)
         values = torch.bmm(attended.transpose(0, 1), up[:, nope:].transpose(1, 2)).transpose(0, 1)
         return attention.o_proj(values.reshape(hidden.shape[0], -1)), selection
 
@@ -167,29 +171,18 @@ class SparseIndexer:
 
     def select(self, query: torch.Tensor, weights: torch.Tensor, pages: torch.Tensor, inputs: LayerInputs) -> Selection:
         """The layer's selection, by what `project` gave and the keys that are in `pages`."""
-        step, config, metadata = inputs.step, inputs.config, inputs.step.metadata
+        step, config = inputs.step, inputs.config
         if config.index_k is IndexKFormat.FP8:
             query, query_scale = codecs.quantise_query(query, config.index_k_scale, config.index_k_amax_floor)
             weights = weights * query_scale
-        logits = step.workspace("index_logits", (step.tokens, step.max_context), torch.float32)
         if inputs.spans is None:
-            ops.paged_index_logits(
-                query,
-                weights,
-                pages,
-                metadata.index_page_table,
-                metadata.token_row,
-                metadata.context_len,
-                logits,
-                config.index_k,
-            )
+            logits = inputs.kernels.score(step, query, weights, pages)
         else:
+            logits = step.workspace("index_logits", (step.tokens, step.max_context), torch.float32)
             self._score_rows(query.float(), weights, pages, inputs, logits)
         shape = (step.tokens, config.index_topk)
         selection = Selection(*(step.workspace(f"topk_{part}", shape, torch.int32) for part in Selection._fields))
-        ops.topk(
-            logits, metadata.context_len, metadata.latent_page_table, metadata.token_row, config.block_size, *selection
-        )
+        inputs.kernels.select(step, logits, *selection)
         return selection
 
     def _score_rows(

@@ -21,6 +21,9 @@ from graphkv.config import CacheConfig
 from graphkv.errors import InvalidValue, UnsupportedCombination
 from graphkv.integrations._dsa_layer import LayerInputs, Selection, SparseAttention
 from graphkv.integrations._experts import mixture
+from graphkv.integrations.decode_kernels import KernelChoice
+from graphkv.selection.consumers import IndexScorer, LatentAttention, TokenSelector
+from graphkv.selection.requirements import Requirements
 from graphkv.step import StepContext, StepOutput
 
 INDEX_ROPE = {
@@ -60,6 +63,8 @@ class TransformersModel:
             on. It is read, never changed.
         max_rows: most rows a step.
         observer: told what the model decides, see `Observer`.
+        index_scorer, token_selector, latent_attention: whose kernels a decode step calls, see `KernelChoice`; by
+            default graphkv's own. Pass `model.requirements` to the runtime, which then checks formats and device.
 
     Attributes:
         logits: [max_rows, vocab] in the type of lm_head, at a fixed address: the last step's, of each row's last token.
@@ -69,13 +74,23 @@ class TransformersModel:
         InvalidValue: not a model with layers and lm_head, or max_rows below 1.
     """
 
-    def __init__(self, model: nn.Module, *, max_rows: int, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_rows: int,
+        observer: Observer | None = None,
+        index_scorer: IndexScorer | str = IndexScorer.GRAPHKV,
+        token_selector: TokenSelector | str = TokenSelector.GRAPHKV,
+        latent_attention: LatentAttention | str = LatentAttention.GRAPHKV,
+    ) -> None:
         if max_rows < 1:
             raise InvalidValue(f"max_rows must be at least 1, got {max_rows}")
         check_supported(model)
         hf: Any = model
         self.model = hf
         self.observer = observer
+        self.choice = KernelChoice(index_scorer, token_selector, latent_attention)
         index_rope = INDEX_ROPE[hf.config.model_type]
         self.attentions = [
             SparseAttention(layer.self_attn, number, index_rope) for number, layer in enumerate(hf.model.layers)
@@ -86,6 +101,12 @@ class TransformersModel:
     def cache_config(self, **options: Any) -> CacheConfig:
         """The cache that this model needs, with formats and other options of `CacheConfig` replaced."""
         return CacheConfig.from_hf(self.model.config, **options)
+
+    @property
+    def requirements(self) -> Requirements:
+        """What the chosen kernels ask of a cache, for `DecodeRuntime`'s argument of that name."""
+        scorer, attention = IndexScorer(self.choice.index_scorer), LatentAttention(self.choice.latent_attention)
+        return Requirements(index_scorer=scorer, latent_attention=attention)
 
     @torch.no_grad()
     def __call__(self, step: StepContext) -> StepOutput:
@@ -120,7 +141,7 @@ class TransformersModel:
         body, metadata, observer = self.model.model, step.metadata, self.observer
         hidden: torch.Tensor = body.embed_tokens(metadata.token_ids)
         cos, sin = body.rotary_emb(hidden, position_ids=metadata.position.unsqueeze(0))
-        inputs = LayerInputs.of(step, step.pools.config, cos.squeeze(0), sin.squeeze(0))
+        inputs = LayerInputs.of(step, step.pools.config, cos.squeeze(0), sin.squeeze(0), self.choice)
         selection: Selection | None = None
         for attention, layer in zip(self.attentions, body.layers, strict=True):
             attended, selection = attention(layer.input_layernorm(hidden), inputs, selection)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,7 @@ class Flight:
 
     Attributes:
         era: another object after each change that can make a batch unfit to step.
+        on_retired: called after each retired step, if set.
     """
 
     def __init__(self, engine: StepEngine, manager: ManagerV2, tokens: RowTokens, next_n: int) -> None:
@@ -47,6 +49,9 @@ class Flight:
         self._results: OrderedDict[int, StepResult] = OrderedDict()
         self._stale: StaleFrame | None = None
         self.era = object()
+        self.on_retired: Callable[[], None] | None = None
+        manager.submitted = engine.submitted
+        manager.retire(engine.retired)  # the steps of the warm-up
 
     def changed(self) -> None:
         """A batch that was fit to step may be so no more."""
@@ -108,6 +113,8 @@ class Flight:
             for sequence in self._closing.pop(done, ()):
                 self._keep(sequence)
             self._manager.retire(done)
+            if self.on_retired is not None:
+                self.on_retired()
             self.raise_if_stale()
 
     def _take(self, step: int, job: Job, raw: RawResult) -> None:

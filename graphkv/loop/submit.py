@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -50,10 +49,6 @@ class Submitter:
         self._engine, self._manager, self._tokens, self._flight = engine, manager, tokens, flight
         self._copies, self._device = copies, device
         self._next_n, self._block_size = shape.next_n, copies.block_size
-        # The last steps' blocks become findable; and with colder tiers, a look at what moves between them.
-        self._meanwhile: Callable[[], None] = partial(manager.index_commits, _INDEXED_A_STEP)
-        if manager.has_colder_tiers:
-            self._meanwhile = manager.poll
         # What the steps in flight may add to the journal when they retire, in each layer group.
         self._edits_apart = 2 * manager.max_rows + 2 * shape.chunk_blocks
         self._groups = manager.num_groups
@@ -68,7 +63,7 @@ class Submitter:
             supplied = self._tokens.take_marks(batch.rows, records, self._next_n)
             frame.writer.amended()
         packet = self._seal(frame, bucket, len(batch), len(batch) * self._next_n, supplied)
-        return self._note(self._engine.submit_decode(packet, bucket), Job(batch, self._next_n, None))
+        return self._note(self._engine.submit_decode(packet, bucket), Job(batch, self._next_n, None), begin=True)
 
     def prefill(self, chunk: Chunk) -> int:
         """Submit a step of prompt tokens; its number. `OutOfBlocks` with nothing changed."""
@@ -171,9 +166,16 @@ class Submitter:
             self.copy(self._manager.take_copies(step))
         return frame.writer.seal(step, rows=rows, tokens=tokens, edits=edits, token_words=token_words, bucket=bucket)
 
-    def _note(self, step: int, job: Job) -> int:
-        """Keep what a step was asked to do. While it runs, there is time for what need not be done before it."""
+    def _note(self, step: int, job: Job, begin: bool = False) -> int:
+        """Keep what a step was asked to do. While it runs, there is time for what need not be done before it.
+
+        Args:
+            begin: whether transfers that nobody asked for may begin: not between the chunks of a prefill, which has
+                been promised the blocks that they would hold.
+        """
         self._flight.note(step, job)
         self._manager.submitted = step
-        self._meanwhile()
+        self._manager.index_commits(_INDEXED_A_STEP)
+        if self._manager.has_colder_tiers:
+            self._manager.poll(begin=begin)
         return step

@@ -31,7 +31,7 @@ class ContentCache:
         tier_blocks: slots of each tier, the unused id 0 included.
         events: where to record what becomes of content.
         clock: seconds, for retention with a time limit.
-        digest: see `PrefixIndex`.
+        digest, back_off: see `PrefixIndex`.
     """
 
     def __init__(
@@ -41,8 +41,9 @@ class ContentCache:
         events: EventLog,
         clock: Callable[[], float],
         digest: Digest = sha256,
+        back_off: int = 0,
     ) -> None:
-        self.index = PrefixIndex(block_size, len(tier_blocks), digest)
+        self.index = PrefixIndex(block_size, len(tier_blocks), digest, back_off)
         self.tiers = [ContentSlots(tier, count, self) for tier, count in enumerate(tier_blocks)]
         self.events, self._clock = events, clock
         self._ends: list[tuple[float, int, Node]] = []  # limited retention by its end; the number keeps ties apart

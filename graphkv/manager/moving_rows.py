@@ -112,6 +112,8 @@ class MovingRows(ContentRows):
             InvalidValue: the row is not ready, or steps or copies are in flight that may touch it.
         """
         row = int(self._reader.of(np.array([row])).rows[0])
+        if not self.has_colder_tiers:
+            raise InvalidValue("there is no colder tier to suspend to; build with a host tier")
         self._require_settled(row, self.submitted if step is None else step)
         if self._copies:
             raise InvalidValue(f"{len(self._copies)} copies are pending; take_copies and make them before suspending")
@@ -145,10 +147,8 @@ class MovingRows(ContentRows):
         there = [self._colder_copy(node) for node in nodes]
         missing = there.count(None)
         try:
-            if missing and len(self._cache.tiers) == 1:
-                raise InvalidValue("there is no colder tier to suspend to; build the manager with tier_slots and mover")
             slots = iter(self._cache.tiers[HOST].take(missing).tolist() if missing else ())
-        except (OutOfBlocks, InvalidValue):
+        except OutOfBlocks:
             self._tiering.release([item for item in there if item is not None])
             raise
         items: list[Item] = []
@@ -294,7 +294,6 @@ class MovingRows(ContentRows):
         Args:
             begin: whether to give cached blocks a copy in a colder tier, too, before their room is needed.
         """
-        self.index_commits()
         self._tiering.poll()
         for bring in list(self._brings):
             if self._tiering.advance(bring.load) and self.edits_room >= len(bring.load.items):

@@ -190,6 +190,14 @@ class Match(NamedTuple):
     partial: Node | None
     partial_tokens: int
 
+    def without(self, tokens: int, block_size: int) -> Match:
+        """The match less its last tokens; what is left of a whole block becomes a part of it."""
+        kept = max(0, len(self.nodes) * block_size + self.partial_tokens - tokens)
+        whole, part = divmod(kept, block_size)
+        if not part:
+            return Match(self.nodes[:whole], None, 0)
+        return Match(self.nodes[:whole], self.nodes[whole] if whole < len(self.nodes) else self.partial, part)
+
 
 class PrefixIndex:
     """All findable content.
@@ -198,10 +206,11 @@ class PrefixIndex:
         block_size: tokens a block.
         num_tiers: how many slots a node remembers.
         digest: 32-byte hash; anything weaker than SHA-256 is for tests alone.
+        back_off: tokens that every match gives up at its end.
     """
 
-    def __init__(self, block_size: int, num_tiers: int, digest: Digest = sha256) -> None:
-        self.block_size, self.num_tiers = block_size, num_tiers
+    def __init__(self, block_size: int, num_tiers: int, digest: Digest = sha256, back_off: int = 0) -> None:
+        self.block_size, self.num_tiers, self.back_off = block_size, num_tiers, back_off
         self._digest = digest
         self._nodes: dict[bytes, Node] = {}
         self._roots: dict[bytes, Node] = {}
@@ -251,7 +260,11 @@ class PrefixIndex:
         return self._digest(parent.key + self._head + content)
 
     def match(self, root: Node, tokens: NDArray[np.int32], extra: Sequence[Content] = ()) -> Match:
-        """The longest known prefix of `tokens` under `root`."""
+        """The longest known prefix of `tokens` under `root`, less `back_off` tokens."""
+        longest = self._longest(root, tokens, extra)
+        return longest.without(self.back_off, self.block_size) if self.back_off else longest
+
+    def _longest(self, root: Node, tokens: NDArray[np.int32], extra: Sequence[Content]) -> Match:
         whole = tokens.size // self.block_size
         node, nodes = root, []
         for content in self.contents(tokens, 0, whole, extra):

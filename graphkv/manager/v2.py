@@ -86,6 +86,7 @@ class V2Options(TypedDict, total=False):
 
     max_edits: int
     prefix_caching: bool
+    match_back_off: int
     tier_slots: Sequence[int]
     mover: BlockMover
     resume_limit: float
@@ -102,6 +103,8 @@ class ManagerV2(MovingRows):
     Args:
         num_blocks, block_size, max_rows, max_blocks, max_edits: see `Capacity`; num_blocks includes the null block.
         prefix_caching: whether content is made findable at all.
+        match_back_off: tokens that every match gives up at its end, for drafts whose cache was computed from tokens
+            further on than those that matched.
         tier_slots: slots of the colder tiers, from the warmest.
         mover: carries blocks between tiers.
         resume_limit: share of the device's blocks that may be in use after a resume.
@@ -125,6 +128,7 @@ class ManagerV2(MovingRows):
         max_blocks: int,
         max_edits: int | None = None,
         prefix_caching: bool = True,
+        match_back_off: int = 0,
         tier_slots: Sequence[int] = (),
         mover: BlockMover | None = None,
         resume_limit: float = 1.0,
@@ -141,9 +145,12 @@ class ManagerV2(MovingRows):
             raise InvalidValue("colder tiers and a mover go together; give both tier_slots and mover, or none")
         if not 0 < resume_limit <= 1:
             raise InvalidValue(f"resume_limit must be a share within 0 .. 1, got {resume_limit}")
+        if match_back_off < 0:
+            raise InvalidValue(f"match_back_off must be 0 or more tokens, got {match_back_off}")
         self.events = EventLog(event_capacity)
         self.self_check, self.whole_copies = self_check, whole_copies
-        cache = ContentCache(block_size, [num_blocks, *(n + 1 for n in tier_slots)], self.events, clock, digest)
+        tiers = [num_blocks, *(n + 1 for n in tier_slots)]
+        cache = ContentCache(block_size, tiers, self.events, clock, digest, match_back_off)
         tiering = Tiering(cache, mover, block_size, clock, transfer_limit_s, max_blocks_underway)
         super().__init__(
             cache, tiering, block_size, max_rows, max_blocks, max_edits, prefix_caching, clock, resume_limit, groups
@@ -199,6 +206,12 @@ class ManagerV2(MovingRows):
         """Events since the last call, oldest first; a jump of their numbers tells of dropped ones."""
         self.index_commits()
         return self.events.take()
+
+    def tier_counts(self) -> list[tuple[BlockCounts, int, int]]:
+        """For each tier: its blocks by state, and how often content became findable there and had to make room."""
+        self.index_commits()
+        cache = self._cache
+        return list(zip((slots.counts() for slots in cache.tiers), cache.stored, cache.evicted, strict=True))
 
     def stats(self) -> ManagerStats:
         """Counts of blocks, rows and edits, now."""

@@ -297,6 +297,8 @@ class WindowedManager(ManagerV2):
         theirs = [job for job in self._copies if job.group]
         self._copies = [job for job in self._copies if not job.group]
         jobs = super().take_copies(step)
+        if self.whole_copies:
+            theirs = [job._replace(tokens=self.block_size) for job in theirs]
         for group in self.windows:
             ids = [slot for job in theirs if job.group == group.number for slot in (job.source, job.target)]
             group.blocks.release(np.array(ids, np.intp), step)

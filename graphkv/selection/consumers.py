@@ -24,6 +24,13 @@ class IndexScorer(StrEnum):
     DEEPGEMM = "deepgemm"
 
 
+class TokenSelector(StrEnum):
+    """Whose kernel selects tokens by their scores."""
+
+    GRAPHKV = "graphkv"
+    FLASHINFER = "flashinfer"
+
+
 class LatentAttention(StrEnum):
     """Whose kernel attends to the selected latents."""
 

@@ -1,0 +1,31 @@
+"""The table of `features.py`: whole, and every test that it names exists."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from features import FEATURES, Feature
+
+TESTS = Path(__file__).parent
+
+
+def functions_of(file: str) -> set[str]:
+    """Names of the functions, and of the methods of classes, at the top of a test file."""
+    body = ast.parse((TESTS / file).read_text()).body
+    inside = [item for node in body if isinstance(node, ast.ClassDef) for item in node.body]
+    return {node.name for node in (*body, *inside) if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_number_is_there_once() -> None:
+    assert [feature.number for feature in FEATURES] == list(range(1, 67))
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: f"F{feature.number}")
+def test_a_feature_is_shown_by_tests_or_says_why_not(feature: Feature) -> None:
+    assert bool(feature.tests) != bool(feature.why_not)
+    for test in feature.tests:
+        file, name = test.split("::")
+        assert name.startswith("test_"), f"{name} would not be collected"
+        assert name in functions_of(file), f"{file} has no {name}"
