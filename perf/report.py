@@ -199,8 +199,22 @@ def tiers(run: Run) -> Iterator[str]:
     yield from table(("growing live pools by 1 GiB and back, host ms",), growth)
 
 
+def peers(run: Run) -> Iterator[str]:
+    figures = list(dict.fromkeys(f.info["figure"] for f in run.of("peers")))
+    rows = []
+    for way in dict.fromkeys(f.info["way"] for f in run.of("peers")):
+        found = [run.of("peers", way=way, figure=figure) for figure in figures]
+        version = next((f[0].info.get("version") for f in found if f), None)
+        cells = [
+            None if not f else f"{f[0].info['mean_us']:.0f} / {f[0].us:.0f} / {f[0].info['p99_us']:.0f}" for f in found
+        ]
+        rows.append((f"{way} {version}" if version else way, *cells))
+    yield from table(("books, us: mean / median / p99", *figures), rows)
+
+
 SECTIONS: dict[str, tuple[Callable[[Run], Iterator[str]], ...]] = {
     "Host side of a step": (host, parts, around),
+    "Block managers side by side": (peers,),
     "Metadata in the graph": (latch, chain),
     "Kernels": (kernels,),
     "A whole step": (step,),

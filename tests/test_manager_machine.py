@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from manager_world import World
+from soak import soak
 
 from graphkv.manager.v2 import RowState
 
@@ -89,14 +90,7 @@ del case  # or pytest runs it once more by that name
 @pytest.mark.parametrize("tiers", [(), (5,), (6, 12), (16, 20)], ids=str)
 def test_soak(tiers: tuple[int, ...]) -> None:
     """Thousands of operations, `check` and every byte after each; and they did reach what they were made for."""
-    reached: dict[str, int] = {}
-    for seed in range(40):
-        world = World(tiers)
-        for _ in world.soak(Random(seed), 300):
-            pass
-        world.end()
-        for what, count in world.counts.items():
-            reached[what] = reached.get(what, 0) + count
+    reached = soak(lambda: World(tiers), seeds=40, operations=300)
     wanted = {
         "resize: in the way",
         "shrink",

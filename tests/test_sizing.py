@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from graphkv.config import CacheConfig, Indexer, LayerSpec
 from graphkv.device import Device
@@ -47,7 +48,7 @@ def test_bytes_of_a_block_by_pool() -> None:
 @pytest.mark.parametrize("full", [4, 2])
 @pytest.mark.parametrize("memory_bytes", [1 << 20, 1 << 30])
 def test_case_I1_estimate_counts_indexer_and_draft_and_stays_in_the_quota(
-    index_k: str, index_bytes: int, full: int, memory_bytes: int
+    device: torch.device, index_k: str, index_bytes: int, full: int, memory_bytes: int
 ) -> None:
     layers = (FULL,) * 4 if full == 4 else (FULL, SHARED, FULL, SHARED)
     config = CacheConfig(layers=layers, draft_layers=(FULL,), latent="fp8", index_k=index_k)  # type: ignore[arg-type]
@@ -56,7 +57,7 @@ def test_case_I1_estimate_counts_indexer_and_draft_and_stays_in_the_quota(
     target, draft = 4 * 576 + full * index_bytes, 576 + index_bytes
     assert size.token_bytes() == target + draft
     assert (size.token_bytes(Side.TARGET), size.token_bytes(Side.DRAFT)) == (target, draft)
-    pools = Pools(config, num_blocks, Device.of("cpu"))
+    pools = Pools(config, num_blocks, Device.of(device))
     allocated = pools.num_bytes
     assert allocated == size.pool_bytes(num_blocks) == num_blocks * 64 * (target + draft)
     for side in config.sides:
