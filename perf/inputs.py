@@ -178,26 +178,6 @@ def window_slots(rows: int, window: int, device: str) -> Inputs:
     return Inputs(calls, num_bytes)
 
 
-def index_topk(rows: int, context: int, device: str) -> Inputs:
-    k = min(TOPK, context)
-    num_bytes = rows * (context * INDEX_BYTES + 8 * k + INDEX_HEADS * (INDEX_DIM + 4))
-    sets, columns = sets_for(num_bytes, device), context // PAGE
-    pool = index_pages(sets * rows * columns, device)
-    tables = page_tables(len(pool), sets, rows, columns, device)
-    q = torch.randn((sets, rows, INDEX_HEADS, INDEX_DIM), device=device).to(torch.float8_e4m3fn)
-    weights = torch.rand((sets, rows, INDEX_HEADS), device=device)
-    row = torch.arange(rows, dtype=torch.int32, device=device)
-    context_len = torch.full_like(row, context)
-    logits = torch.empty((sets, rows, context), device=device)
-    slot, position = torch.empty((2, sets, rows, k), dtype=torch.int32, device=device)
-
-    def call(i: int) -> None:
-        lookup = (tables[i], row, context_len, tables[i], PAGE)
-        ops.index_topk(q[i], weights[i], pool, *lookup, logits[i], slot[i], position[i], "fp8")
-
-    return Inputs([lambda i=i: call(i) for i in range(sets)], num_bytes)
-
-
 def sparse_mla_decode(rows: int, heads: int, device: str, pool_pages: int = 16384) -> Inputs:
     num_bytes = rows * (TOPK * (LATENT_BYTES + 4) + heads * 2 * (RANK + ROPE + RANK))
     sets = sets_for(num_bytes, device)

@@ -120,15 +120,6 @@ def test_window_slots(benchmark: Any, size: str, rows: int, peer: float | None) 
 
 
 @pytest.mark.parametrize(
-    ("size", "rows", "context", "peer"),
-    sizes(("cpu", 2, 256, None), ("1x64K", 1, 65536, 14.5), ("64x64K", 64, 65536, 167.0)),
-)
-def test_index_topk(benchmark: Any, size: str, rows: int, context: int, peer: float | None) -> None:
-    made = inputs.index_topk(rows, context, device_of(size))
-    measure(benchmark, "index_topk fp8 2048", size, made, peer)
-
-
-@pytest.mark.parametrize(
     ("size", "rows", "heads", "peer"),
     sizes(("cpu", 1, 4, None), ("1", 1, 128, 19.1), ("32", 32, 128, 68.6), ("128", 128, 128, 206.6)),
 )

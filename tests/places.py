@@ -39,7 +39,8 @@ def enter(place: str, monkeypatch: pytest.MonkeyPatch) -> torch.device:
             monkeypatch.setattr(module, "launch", _launch)
         for module in (index_k, latent, copy):
             monkeypatch.setattr(module, "sm_count", lambda _: 1)
-        monkeypatch.setattr(select, "limits_of", lambda _: select.Limits(4, 1))  # clusters do not run on the CPU
+        # Keys of more than 12 * 1024 columns do not fit; clusters do not run on the CPU.
+        monkeypatch.setattr(select, "limits_of", lambda _: select.Limits(4, 1, 48 * 1024))
     return torch.device("cuda" if place == "cuda" else "cpu")
 
 

@@ -84,23 +84,6 @@ GOOD: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
             "format": "fp8",
         },
     ),
-    "index_topk": (
-        ops.index_topk,
-        {
-            "q": torch.ones(2, 3, 128),
-            "weights": torch.ones(2, 3),
-            "pages": INDEX_K_PAGES,
-            "index_page_table": torch.ones(2, 2, dtype=I32),
-            "token_row": torch.tensor([0, 1], dtype=I32),
-            "context_len": torch.tensor([7, 0], dtype=I32),
-            "latent_page_table": torch.ones(2, 3, dtype=I32),
-            "block_size": 3,
-            "logits": torch.zeros(2, 8),
-            "out_slot": torch.zeros(2, 3, dtype=I32),
-            "out_position": torch.zeros(2, 3, dtype=I32),
-            "format": "fp8",
-        },
-    ),
     "topk": (
         ops.topk,
         {
@@ -168,9 +151,6 @@ BAD = [
     ("paged_index_logits", {"q": torch.ones(2, 128, 3).transpose(1, 2)}, r"q \[2, 3, 128\] must be contiguous, got"),
     ("paged_index_logits", {"context_len": torch.tensor([9, 0], dtype=I32)}, "a context_len of 9 exceeds 8"),
     ("paged_index_logits", {"token_row": torch.tensor([2, 0], dtype=I32)}, r"token_row must be in 0\.\.1, got 2\.\.2"),
-    ("index_topk", {"logits": torch.zeros(2, 8, dtype=BF16)}, r"logits must be float32 \[T=2, W\]"),
-    ("index_topk", {"latent_page_table": torch.ones(1, 3, dtype=I32)}, r"latent_page_table must be int32 \[B=2, N\]"),
-    ("index_topk", {"block_size": 0}, "block_size must be at least 1, got 0"),
     ("topk", {"out_position": torch.zeros(2, 4, dtype=I32)}, r"out_position must be int32 \[T=2, k=3\]"),
     ("topk", {"logits": torch.ones(2, 8, dtype=BF16)}, r"logits must be float32 \[T, W\]"),
     ("topk", {"block_size": 0}, "block_size must be at least 1, got 0"),

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
 from typing import Any
 
-import host_kernels
 import numpy as np
 import oracles
 import places
 import pytest
 import torch
-from helpers import CUDA, POISON, poison, variants
+from helpers import POISON, poison
 from hypothesis import given
 from hypothesis import strategies as st
 from places import GuardedPages, tensor
@@ -160,12 +157,10 @@ def test_topk_breaks_ties_by_lowest_position(device: torch.device, row: np.ndarr
     check_topk(np.stack([row, row[::-1]]).astype(np.float32), np.array([200, 171]), 64, device)
 
 
-SHORT = [Split(512, 1, items, eager=eager) for items in (8, 16) for eager in (False, True)]
 SPLITS = [
-    *(pytest.param("host", split, marks=pytest.mark.host) for split in (*SHORT, Split(1024, 1, 4, long=True))),
-    *(pytest.param("cuda", split, marks=pytest.mark.gpu) for split in SHORT if split.items == 16 or split.eager),
-    *(pytest.param("cuda", Split(512, cluster, 16, eager=True), marks=pytest.mark.gpu) for cluster in (2, 4, 8)),
-    *(pytest.param("cuda", Split(1024, cluster, 4, long=True), marks=pytest.mark.gpu) for cluster in (1, 2, 4, 8)),
+    *(pytest.param("host", split, marks=pytest.mark.host) for split in (Split(1024, 1, 8), Split(512, 1, 4))),
+    pytest.param("cuda", Split(512, 1, 4), marks=pytest.mark.gpu),
+    *(pytest.param("cuda", Split(1024, cluster, 4), marks=pytest.mark.gpu) for cluster in (1, 2, 4, 8)),
 ]
 
 
@@ -176,7 +171,7 @@ def test_topk_is_exact_however_rows_are_split(
 ) -> None:
     device = places.enter(place, monkeypatch)
     monkeypatch.setattr(select, "split_rows", lambda *_: split)
-    width = split.threads * split.cluster * split.items * (12 if split.long else 1) - 5
+    width = split.threads * split.cluster * 9 - 5  # the last keys of a thread are not kept in shared memory
     values = rng.standard_normal((5, width))
     logits = {
         "random": values,
@@ -190,71 +185,35 @@ def test_topk_is_exact_however_rows_are_split(
     check_topk(logits.astype(np.float32), np.array([width, width - 1, 601, split.threads + 1, 600]), 600, device)
 
 
-CANDIDATES = """
-#include "topk_long.cuh"
-using namespace gk;
-extern "C" __global__ void candidates(const float* logits, i32 begin, i32 end, i32 limit, float bound, i32* list,
-                                      i32* count) {
-  __shared__ __align__(16) Shared shared;
-  const Self self;
-  const Part part = {logits, begin, end, limit};
-  const Segment first(begin, end);
-  float ahead[AHEAD];
-  for (i32 i = 0; i < AHEAD; ++i) ahead[i] = part.at(first.position(self, i));
-  const i32 found = list_candidates(self, shared, part, ahead, bound, list);
-  if (threadIdx.x == 0) *count = found;
-}
-"""
-
-
-@pytest.mark.host
-@pytest.mark.parametrize("share", [4992, 16384, 16416, 22336, 32768, 65568])
-def test_a_block_of_a_long_row_considers_its_own_share_only(
-    tmp_path: Path, rng: np.random.Generator, share: int
-) -> None:
-    """Clusters do not run on the CPU, so the shares of the blocks are asked for one by one."""
-    for header in CUDA.glob("*.cuh"):
-        shutil.copy(header, tmp_path)
-    (tmp_path / "candidates.cu").write_text(CANDIDATES)
-    split = Split(1024, 1, 4, long=True)
-    module = host_kernels.build(tmp_path / "candidates.cu", split.defines)
-    width, bound = 2 * share - 21, np.float32(1.7)
-    logits = rng.standard_normal(width).astype(np.float32)
-    for begin in (0, share):
-        limit = min(begin + share, width)
-        found, count = np.full(4096, -1, np.int32), np.zeros(1, np.int32)
-        module.launch("candidates", 1, 1024, (logits, begin, begin + share, limit, float(bound), found, count))
-        want = begin + np.flatnonzero(logits[begin:limit] >= bound)
-        assert count[0] == len(want)
-        np.testing.assert_array_equal(found[: len(want)], want)
-
-
 def test_rows_are_split_by_number_and_width() -> None:
-    h200 = Limits(132, 8)
-    for tokens, width, split in [
-        (1, 65536, Split(512, 8, 16, eager=True)),
-        (64, 4096, Split(512, 1, 8, eager=True)),
-        (64, 16384, Split(512, 2, 16, eager=True)),
-        (64, 65536, Split(1024, 2, 4, long=True)),
-        (32, 65536, Split(1024, 2, 4, long=True)),  # 32 clusters of 4 would not fit at once
-        (256, 8192, Split(512, 1, 16)),
-        (256, 65536, Split(1024, 1, 4, long=True)),
-        (256, 190_000, Split(1024, 2, 4, long=True)),
-        (1, 1_000_000, Split(1024, 8, 4, long=True)),
+    h200 = Limits(132, 8, 227 * 1024 - 42 * 1024)
+    for tokens, width, threads, cluster in [
+        (1, 65536, 1024, 8),
+        (64, 4096, 1024, 1),
+        (64, 65536, 1024, 2),
+        (32, 65536, 1024, 2),  # 32 clusters of 4 would not fit at once
+        (256, 8192, 512, 1),
+        (256, 65536, 1024, 2),
+        (1, 1_000_000, 1024, 8),
     ]:
-        assert select.split_rows(tokens, width, h200) == split
+        assert select.split_rows(tokens, width, h200)[:2] == (threads, cluster)
 
 
 @given(
     tokens=st.integers(1, 5000),
     width=st.integers(0, 2_000_000),
-    limits=st.builds(Limits, st.integers(1, 200), st.sampled_from([1, 8])),
+    limits=st.builds(Limits, st.integers(1, 200), st.sampled_from([1, 8]), st.integers(16 * 1024, 200 * 1024)),
 )
 def test_every_split_can_be_launched(tokens: int, width: int, limits: Limits) -> None:
     split = select.split_rows(tokens, width, limits)
     assert split.cluster <= limits.largest_cluster
-    assert split.long or width <= split.threads * split.cluster * split.items
-    assert {name: str(value) for name, value in split.defines.items()} in variants(CUDA / "topk.cu")
+    assert split.shared_items % 4 == 0
+    assert 4 * split.threads * split.shared_items <= limits.shared_bytes
+    assert split[:2] in {(threads, cluster) for threads in (512, 1024) for cluster in (1, 2, 4, 8)} - {
+        (512, 2),
+        (512, 4),
+        (512, 8),
+    }
 
 
 @given(by=st.integers(1, 2**31 - 1), numbers=st.lists(st.integers(0, 2**31 - 1)))
@@ -272,41 +231,6 @@ def test_topk_gives_the_same_twice(device: torch.device, rng: np.random.Generato
     first, second = (run_topk(logits, context, 2048, 64, device) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize(("source", "heads"), [("e4m3", 64), ("f32", 3)])
-def test_index_topk_selects_the_best_by_score(
-    device: torch.device, rng: np.random.Generator, source: str, heads: int
-) -> None:
-    pages = stored_index_k(rng, "fp8", 128, 64, 0, device)
-    context, row, k, block_size = np.array([192, 100, 0, 33, 20]), np.array([2, 0, -5, 1, 1]), 32, 16
-    table = np.stack([rng.permutation(9)[:3] for _ in range(3)]).astype(np.int32)
-    latent_table = rng.integers(1, 99, (3, 12)).astype(np.int32)
-    q = tensor(rng.standard_normal((5, heads, 128)).astype(np.float32), device).to(SOURCES[source])
-    weights = rng.standard_normal((5, heads)).astype(np.float32)
-    slot, position = (poison(torch.empty(7, k, dtype=I32, device=device)) for _ in range(2))
-    given = (tensor(table, device), tensor(row.astype(np.int32), device), tensor(context.astype(np.int32), device))
-    logits = poison(torch.empty(5, 192, device=device))
-    lookup = (*given, tensor(latent_table, device), block_size)
-    ops.index_topk(q, tensor(weights, device), pages.view, *lookup, logits, slot[1:-1], position[1:-1], "fp8")
-    for guarded in (slot, position):
-        assert bool((guarded[[0, -1]].cpu().view(torch.uint8) == POISON).all())
-    layout = pages.layout
-    for t, length in enumerate(context):
-        chosen = [p for p in position[1 + t].tolist() if p >= 0]
-        assert chosen == sorted(set(chosen))
-        assert len(chosen) == min(k, length)
-        slots = [int(latent_table[row[t], p // block_size]) * block_size + p % block_size for p in chosen]
-        assert slot[1 + t].tolist() == slots + [-1] * (k - len(chosen))
-        if length <= k:
-            continue
-        at = oracles.row_slots(table[row[t]], length, 64)
-        stored = oracles.take_rows(pages.image, pages.stride, 64, at, layout.value_bytes, layout.scale_bytes)
-        scores = oracles.index_logits(q[t].float().cpu().numpy(), weights[t], oracles.decode_index_k(*stored, "fp8"))
-        rounding = 1e-2 * heads * 128**0.5 * (1e-2 if source == "f32" else 1)  # as for the scores themselves
-        others = np.delete(scores, chosen)
-        assert scores[chosen].min() >= others.max() - rounding * 0.1
-    pages.check()
 
 
 def latents_go_as_16_bits(device: torch.device, source: str, rank: int) -> bool:

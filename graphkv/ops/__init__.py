@@ -10,7 +10,6 @@ R latent rank, P rope width. A slot is `page * block_size + offset` of the view 
 
 from graphkv.ops.copy import copy_blocks
 from graphkv.ops.index_k import gather_index_k, paged_index_logits, store_index_k
-from graphkv.ops.index_topk import index_topk
 from graphkv.ops.latent import sparse_mla_decode, store_latent
 from graphkv.ops.layer import store_layer
 from graphkv.ops.select import topk
@@ -19,7 +18,6 @@ from graphkv.ops.window import window_slots
 __all__ = [
     "copy_blocks",
     "gather_index_k",
-    "index_topk",
     "paged_index_logits",
     "sparse_mla_decode",
     "store_index_k",

@@ -50,64 +50,48 @@ class Limits(NamedTuple):
 
     sm_count: int
     largest_cluster: int  # blocks that may share a row
+    shared_bytes: int  # dynamic shared memory that a block may have
 
 
 class Split(NamedTuple):
-    """How rows are split, and which variant of the kernel takes them."""
+    """How rows are split: threads of a block, blocks of a row, keys that a thread keeps in shared memory."""
 
-    threads: int  # of a block
-    cluster: int  # blocks of a row
-    items: int  # keys that a thread holds in registers
-    long: bool = False  # a row may have more keys than its threads hold
-    eager: bool = False  # a row is read up to its width before its context is known
-
-    @property
-    def defines(self) -> dict[str, int]:
-        names = {"THREADS": self.threads, "CLUSTER": self.cluster, "ITEMS": self.items}
-        return names | {"LONG": int(self.long), "EAGER": int(self.eager)}
-
-    @property
-    def shared_bytes(self) -> int:
-        """A block lists what it selects, and before that, of a long row, what it may select."""
-        return 4 * self.threads * self.items * (1 + self.long)
+    threads: int
+    cluster: int
+    shared_items: int
 
 
+_STATIC_SHARED = 42 * 1024  # of the kernel's largest variant
 _LEAST_SHARE = 8192  # columns of a block below which another block of the row would cost more than it saves
-_MOST_SHARE = 98_304  # above, a sample of a block's share is too small
-_SHORT_THREADS, _SHORT_ITEMS = 512, (8, 16)
-_LONG_THREADS, _LONG_ITEMS = 1024, 4
-_EAGER_COLUMNS = 1 << 20  # logits that may be read in vain
+_GROUP = 4  # keys that a thread handles at once
 
 
 @functools.cache
 def limits_of(device: torch.device) -> Limits:
     properties: Any = torch.cuda.get_device_properties(device)
     cluster = 8 if properties.major >= 9 else 1  # the most that every device with clusters can do
-    return Limits(properties.multi_processor_count, cluster)
+    shared = properties.shared_memory_per_block_optin - _STATIC_SHARED
+    return Limits(properties.multi_processor_count, cluster, shared)
 
 
 def split_rows(tokens: int, width: int, limits: Limits) -> Split:
-    """Decide from what a captured launch may depend on: the number of rows and the widest that one may be."""
-    for items in _SHORT_ITEMS:
-        if width <= _SHORT_THREADS * items:
-            return Split(_SHORT_THREADS, 1, items, eager=tokens * width <= _EAGER_COLUMNS)
-    cluster = 1 << (-(-width // (_SHORT_THREADS * items)) - 1).bit_length()
-    if cluster <= limits.largest_cluster and tokens * cluster <= limits.sm_count:
-        return Split(_SHORT_THREADS, cluster, items, eager=True)
-    return Split(_LONG_THREADS, _blocks_of_long_row(tokens, width, limits), _LONG_ITEMS, long=True)
+    """Decide from what a captured launch may depend on: the number of rows and the widest that one may be.
 
-
-def _blocks_of_long_row(tokens: int, width: int, limits: Limits) -> int:
-    """Up to one row a multiprocessor, clusters spread the rows over all of them."""
+    Up to one row a multiprocessor, clusters spread the rows over all of them. Of more rows than that, two blocks share
+    a multiprocessor while the keys of both fit, and clusters only make the keys of wide rows fit.
+    """
+    threads = 512 if tokens > limits.sm_count and width <= 512 * 32 else 1024
+    most_items = limits.shared_bytes // (4 * threads) // _GROUP * _GROUP
     cluster = 1
-    while 2 * cluster <= limits.largest_cluster:
+    while threads == 1024 and 2 * cluster <= limits.largest_cluster:
         # Clusters above 2 leave multiprocessors idle where their number in a GPC is no multiple.
         room = limits.sm_count if cluster == 1 else limits.sm_count * 9 // 10
         spread = 2 * cluster * tokens <= room and width > cluster * _LEAST_SHARE
-        if not spread and width <= cluster * _MOST_SHARE:
+        if not (spread or (tokens > limits.sm_count and width > cluster * 1024 * most_items)):
             break
         cluster *= 2
-    return cluster
+    needed = -(-width // (threads * cluster))
+    return Split(threads, cluster, min(-(-needed // _GROUP) * _GROUP, most_items))
 
 
 def divisor(by: int) -> tuple[int, int, int]:
@@ -177,13 +161,13 @@ def _topk_cuda(
     args = (logits, logits.stride(0), logits.shape[1], context_len, *table, token_row, *divisor(block_size))
     launch(
         "topk",
-        "PqiPPqiPiiiiPP",
+        "PqiPPqiPiiiiiPP",
         tokens * split.cluster,
         split.threads,
-        (*args, k, out_slot, out_position),
+        (*args, k, split.shared_items, out_slot, out_position),
         device=logits.device,
-        defines=split.defines,
-        shared_bytes=split.shared_bytes,
+        defines={"THREADS": split.threads, "CLUSTER": split.cluster},
+        shared_bytes=4 * split.threads * split.shared_items,
     )
 
 
