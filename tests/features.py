@@ -146,17 +146,25 @@ FEATURES = (
     Feature(
         19,
         "a handle that drops a sequence's findable blocks later",
-        why_not="`Retention` says the same beforehand: what a sequence leaves behind has priority 0 and goes "
-        "first, at once "
-        "by `evict`.",
+        (
+            "test_manager_drops.py::test_a_plan_forgets_what_nobody_needs_and_can_be_dropped_once",
+            "test_manager_drops.py::test_what_another_plan_names_survives",
+        ),
     ),
     Feature(
         20,
         "reuse by request or conversation",
-        why_not="A policy of a server. `open(..., match=False)`, `Scope(salt=...)` and `Retention` express each "
-        "of the three.",
+        why_not="A policy of a server. `open(..., match=False)`, `Scope(salt=...)` and `plan_drop` express each of "
+        "the three.",
     ),
-    Feature(21, "snapshots of recurrent state", why_not="No DSA model has recurrent layers."),
+    Feature(
+        21,
+        "of a committed sequence only the pages that a continuation reads are kept",
+        (
+            "test_manager_windows.py::test_the_last_blocks_alone_serve_who_continues_behind_them",
+            "test_manager_windows.py::test_blocks_that_went_stale_are_found_by_a_sequence_that_ends_there",
+        ),
+    ),
     Feature(
         22,
         "blocks behind a window are given up",
@@ -205,6 +213,7 @@ FEATURES = (
         (
             "test_manager_tiers.py::test_suspend_and_resume_bring_a_row_back_into_other_blocks",
             "test_manager_tiers.py::test_what_cannot_complete_is_refused_before_anything_changed",
+            "test_cases_blocks.py::test_a_suspended_row_costs_no_device_block",
         ),
     ),
     Feature(
@@ -239,9 +248,18 @@ FEATURES = (
         (
             "test_manager_content.py::test_case_E3_counts_stay_true_while_cached_blocks_make_room",
             "test_runtime_tiers.py::test_without_room_for_a_cold_match_its_tokens_are_computed_again_and_counted_so",
+            "test_runtime_stats.py::test_counts_by_tier_and_role_add_up",
+            "test_runtime_stats.py::test_a_request_knows_where_its_tokens_came_from_also_when_it_is_over",
         ),
     ),
-    Feature(36, "events", ("test_manager_content.py::test_events_are_numbered_bounded_and_tell_of_gaps",)),
+    Feature(
+        36,
+        "events",
+        (
+            "test_manager_content.py::test_events_are_numbered_bounded_and_tell_of_gaps",
+            "test_runtime_stats.py::test_events_tell_in_which_tier_content_is",
+        ),
+    ),
     Feature(
         37,
         "contiguous ranges of listed blocks, for transfers to other machines",
@@ -322,7 +340,7 @@ FEATURES = (
         "index K is allocated, reused and evicted with the latent",
         (
             "test_tiers.py::test_case_H4_a_block_is_one_unit",
-            "test_pool.py::test_every_page_belongs_to_one_layer_of_one_block",
+            "test_cases_blocks.py::test_case_H4_a_block_without_one_of_its_parts_is_a_miss",
         ),
     ),
     Feature(

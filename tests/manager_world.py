@@ -16,6 +16,7 @@ import numpy as np
 from manager_model import Bytes, FakeMover, ModelSequence
 
 from graphkv.errors import InvalidValue, OutOfBlocks, OutOfRows
+from graphkv.manager.drops import DropPlan
 from graphkv.manager.prefix import Scope
 from graphkv.manager.retention import Keep, Retention
 from graphkv.manager.v2 import RowState
@@ -76,6 +77,7 @@ class World:
         self.findable: dict[tuple[int, int, int], bytes] = {}  # by group, tier and slot
         self.counts: dict[str, int] = {}
         self.loading: set[int] = set()
+        self.plans: list[DropPlan] = []
 
     # what the operations need ---------------------------------------------------------------------------------------
 
@@ -281,6 +283,15 @@ class World:
         evicted = self.manager.evict(rng.choice([None, 1, 2, 4, 8]))
         assert self.manager.stats().blocks_free == free + evicted
 
+    def plan_drop(self, rng: Random) -> None:
+        if self.sequences:
+            self.plans.append(self.manager.plan_drop(rng.choice(sorted(self.sequences))))
+
+    def drop(self, rng: Random) -> None:
+        if self.plans:
+            gone = self.plans.pop(rng.randrange(len(self.plans))).drop()
+            self.count("drop" if gone else "drop: all needed")
+
     def resize(self, rng: Random) -> None:
         """The device gets more blocks, or fewer where nobody is in the way."""
         target, blocks = rng.randint(5, self.num_blocks + 6), self.manager.blocks
@@ -412,6 +423,8 @@ class World:
         "resume": 3,
         "close": 5,
         "evict": 1,
+        "plan_drop": 2,
+        "drop": 2,
         "resize": 1,
         "prefetch": 2,
         "transfer_ends": 6,

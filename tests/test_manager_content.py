@@ -301,6 +301,19 @@ def test_a_rewind_into_a_block_of_its_own_takes_it_back() -> None:
     manager.check()
 
 
+def test_a_rewind_into_a_block_that_a_step_of_its_former_owner_reads_copies_it() -> None:
+    manager = make()
+    former = fill(manager, ids(0, 32))
+    close(manager, former, step=4)
+    row = manager.open(tokens=ids(0, 33))
+    before = blocks(manager, row)
+    assert manager.rewind(rows(row), 5, 0) == 0
+    assert blocks(manager, row)[1] != before[1], "step 4 has not retired"
+    assert manager.take_copies(5) == [(0, before[1], 0, blocks(manager, row)[1], 11, 0)]
+    assert manager.probe_match(ids(0, 33)) == 32
+    manager.check()
+
+
 @pytest.mark.parametrize("how", ["rewind", "close"])
 def test_a_commit_that_waits_for_its_step_is_void_once_the_row_went_back(how: str) -> None:
     manager = make()

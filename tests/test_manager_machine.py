@@ -53,7 +53,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def resume(self, rng: Random) -> None:
         self.world.resume(rng)
 
-    @rule(rng=RNG, operation=st.sampled_from(["evict", "resize", "prefetch", "poll", "idle_step"]))
+    @rule(rng=RNG, operation=st.sampled_from(["evict", "resize", "prefetch", "poll", "idle_step", "plan_drop", "drop"]))
     def whenever(self, rng: Random, operation: str) -> None:
         getattr(self.world, operation)(rng)
 
@@ -100,6 +100,8 @@ def test_soak(tiers: tuple[int, ...]) -> None:
         "fork",
         "rewind",
         "rewind: OutOfBlocks",
+        "drop",
+        "drop: all needed",
     }
     if tiers:
         wanted |= {"resume", "match in a colder tier", "prefetch", "transfer 0 to 1 failed", "close a suspending row"}

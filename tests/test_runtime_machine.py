@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from runtime_world import RuntimeWorld
+from soak import soak
 
 from graphkv.manager.v2 import RowState
 
@@ -86,14 +87,8 @@ def test_soak(device: torch.device, colder: int) -> None:
 
     A quarter of that on a GPU, where reading all bytes after each operation takes its time.
     """
-    reached: dict[str, int] = {}
-    for seed in range(12 if device.type == "cpu" else 3):
-        world = RuntimeWorld(device, colder)
-        for _ in world.soak(Random(seed), 250):
-            pass
-        world.end()
-        for what, count in world.counts.items():
-            reached[what] = reached.get(what, 0) + count
+    seeds = 12 if device.type == "cpu" else 3
+    reached = soak(lambda: RuntimeWorld(device, colder), seeds=seeds, operations=250)
     if device.type != "cpu":
         return
     wanted = {"open: ready, cached", "fork", "rewind", "append", "grow", "shrink", "shrink: InvalidValue"}

@@ -13,6 +13,7 @@ from graphkv.device import Device
 from graphkv.engine import EngineShape, StepEngine
 from graphkv.errors import NotReady, TransferTimeout
 from graphkv.loop.verbs import SequenceVerbs
+from graphkv.manager.drops import DropPlan
 from graphkv.manager.prefix import EVERYONE, Content, Scope
 from graphkv.manager.v2 import ManagerV2, RowState
 from graphkv.sequence import Sequence
@@ -98,6 +99,15 @@ class MovingVerbs(SequenceVerbs):
         What has no copy in a colder tier is forgotten.
         """
         return self.manager.evict(count)
+
+    def plan_drop(self, sequence: Sequence) -> DropPlan:
+        """What is findable of a sequence by now, to be forgotten by the plan's `drop`, before or after its `close`.
+
+        Blocks that others need by then stay. Waits for the steps in flight.
+        """
+        self._owned(sequence)
+        self.retire()
+        return self.manager.plan_drop(sequence.row)
 
     def poll(self) -> None:
         """Take note of transfers that ended, and begin those that are due.

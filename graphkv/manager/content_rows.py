@@ -339,8 +339,10 @@ class ContentRows(Capacity):
                 self._cache.events.add(EventKind.REWOUND, row=row, length=length)
 
     def _is_sole(self, block: int) -> bool:
-        node = self.blocks.node_at[block]
-        return node is not None and node.is_leaf and self.blocks.refs[block] == 1
+        """Whether nothing but one row has to do with a findable block, steps in flight of former owners included."""
+        blocks, node = self.blocks, self.blocks.node_at[block]
+        unused = blocks.refs[block] == 1 and blocks.last_step[block] <= blocks.retired
+        return node is not None and node.is_leaf and bool(unused)
 
     def _copy(self, source: int, target: int, tokens: int) -> None:
         self.blocks.share(np.array([source, target]))

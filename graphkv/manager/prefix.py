@@ -92,6 +92,7 @@ class Node:
         children_in: for each tier, how many of its children are there.
         worth: its retention.
         loading: whether a transfer is bringing it to the device.
+        plans: how many `DropPlan`s name it.
     """
 
     __slots__ = (
@@ -103,6 +104,7 @@ class Node:
         "key",
         "loading",
         "parent",
+        "plans",
         "slots",
         "worth",
     )
@@ -113,6 +115,7 @@ class Node:
         self.slots = [ABSENT] * num_tiers
         self.children_in = [0] * num_tiers
         self.loading = False
+        self.plans = 0
         # Children whose tokens alone tell what they are, by content, and the others. Among sorted byte strings a
         # neighbour has the longest common prefix, however many there are.
         self._plain: list[Node] = _NO_CHILDREN

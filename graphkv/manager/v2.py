@@ -20,6 +20,7 @@ from typing import TypedDict
 from graphkv.errors import InvalidValue
 from graphkv.manager.blocks import BlockCounts
 from graphkv.manager.content import ContentCache
+from graphkv.manager.drops import DropPlan
 from graphkv.manager.events import Event, EventKind, EventLog
 from graphkv.manager.moving_rows import MovingRows, RowState
 from graphkv.manager.prefix import Digest, sha256
@@ -163,6 +164,14 @@ class ManagerV2(MovingRows):
         victims = slots.choose(slots.num_blocks if count is None else count)
         slots.evict(victims)
         return len(victims)
+
+    def plan_drop(self, row: int) -> DropPlan:
+        """What is findable of an open row's tokens by now, to be forgotten when the plan is told to."""
+        if not 0 <= row < self.max_rows or not self.is_open[row]:
+            raise InvalidValue(f"row {row} is closed; only what an open row has can be planned")
+        self.index_commits()
+        tail = self.row_tail(row)[0]
+        return DropPlan(self._cache, [] if tail is None else tail.chain())
 
     def vacate(self, first: int) -> int:
         """Evict what is cached in the device's blocks with ids from `first` on, so that all of these are free.
