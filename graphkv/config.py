@@ -112,6 +112,11 @@ class CacheConfig:
         """The sides that own layers."""
         return (Side.TARGET, Side.DRAFT) if self.draft_layers else (Side.TARGET,)
 
+    def draft_lookahead(self, next_n: int) -> int:
+        """Tokens past a step's own that draft steps write. Of a row's next_n - 1 drafts all but the first follow from
+        the draft before, whose latent is stored for that: behind the last token that may be accepted, next_n - 2."""
+        return max(0, next_n - 2) if self.draft_layers else 0
+
     @property
     def latent_dim(self) -> int:
         """Values of one token's latent, rope part included."""

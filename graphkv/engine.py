@@ -15,6 +15,7 @@ from graphkv.device import Device, stream_handle
 from graphkv.errors import InvalidValue
 from graphkv.frames import Frame, Frames, Upload
 from graphkv.graph import GraphSet
+from graphkv.kernel_choice import KernelChoice
 from graphkv.latch import CudaNodes, HostNodes, Ring, StepNodes
 from graphkv.layout import Role, Side
 from graphkv.metadata import TABLE_COLUMN_MULTIPLE, DerivePlan, LiveSet, LiveShape, SideBinding, StepMetadata, StepState
@@ -34,6 +35,7 @@ class EngineShape:
         max_blocks: columns of the block table, a multiple of 4.
         buckets: batch sizes to capture.
         next_n: query tokens a row and decode step.
+        lookahead: tokens past these that draft steps write, see `CacheConfig.draft_lookahead`.
         max_edits: most table cells a step can change.
         prefill_chunk: most tokens a prefill step.
         chunk_blocks: blocks that a step's tokens can fill.
@@ -43,6 +45,7 @@ class EngineShape:
     max_blocks: int
     buckets: tuple[int, ...]
     next_n: int
+    lookahead: int
     max_edits: int
     prefill_chunk: int
     chunk_blocks: int
@@ -60,8 +63,8 @@ class EngineShape:
     ) -> EngineShape:
         """The shape that sequences of up to `max_seq_len` tokens need; `InvalidValue` for sizes that cannot work.
 
-        The table reserves the columns that next_n tokens past max_seq_len reach. Buckets are powers of two up to
-        max_rows, and max_rows, where none are given.
+        The table reserves the columns that next_n tokens and draft steps past max_seq_len reach. Buckets are powers of
+        two up to max_rows, and max_rows, where none are given.
         """
         for name, value in (("max_rows", max_rows), ("max_seq_len", max_seq_len), ("prefill_chunk", prefill_chunk)):
             if value < 1:
@@ -72,13 +75,14 @@ class EngineShape:
             buckets = sorted({max_rows, *(1 << i for i in range(max_rows.bit_length()))})
         if not buckets or min(buckets) < 1 or max(buckets) > max_rows:
             raise InvalidValue(f"buckets must be within 1 .. max_rows {max_rows}, got {list(buckets)}")
-        columns = -(-(max_seq_len + next_n) // config.block_size)
+        lookahead = config.draft_lookahead(next_n)
+        columns = -(-(max_seq_len + next_n + lookahead) // config.block_size)
         max_blocks = -(-columns // TABLE_COLUMN_MULTIPLE) * TABLE_COLUMN_MULTIPLE
         # Room for the edits of a whole step of either kind, of a long row that is opened where a long one ended, and of
         # the blocks that become shared when two steps retire meanwhile.
-        chunk_blocks = max(max_rows * next_n, prefill_chunk) // config.block_size + 1
+        chunk_blocks = max(max_rows * (next_n + lookahead), prefill_chunk) // config.block_size + 1
         max_edits = 2 * max_blocks + 4 * max_rows + 3 * chunk_blocks
-        return cls(max_rows, max_blocks, tuple(buckets), next_n, max_edits, prefill_chunk, chunk_blocks)
+        return cls(max_rows, max_blocks, tuple(buckets), next_n, lookahead, max_edits, prefill_chunk, chunk_blocks)
 
     @property
     def widest(self) -> int:
@@ -113,11 +117,13 @@ class StepEngine:
         device: Device,
         mode: Mode,
         upload: Upload,
+        kernels: KernelChoice,
     ) -> None:
         if mode not in ("graph", "eager"):
             raise InvalidValue(f"mode must be 'graph' or 'eager', got {mode!r}")
         self._pools, self._model, self._shape, self._device, self._mode = pools, model, shape, device, mode
         self._max_context = shape.max_blocks * config.block_size
+        self._kernels = kernels
         self.stream = device.stream()
         self._handle = stream_handle(self.stream)
         self._live = {side: LiveSet(side, _live_shape(config, side, shape, device), device) for side in config.sides}
@@ -171,7 +177,9 @@ class StepEngine:
         with self._device.running_on(self.stream):
             self._nodes.latch(rows, tokens, self._handle)
             binding = SideBinding(self.metadata(Side.TARGET, rows, tokens))
-            context = StepContext(kind, binding, self._pools, workspace, next_n, max_context, self._derive)
+            context = StepContext(
+                kind, binding, self._pools, workspace, next_n, max_context, self._derive, self._kernels
+            )
             with binding.stepping(), torch.no_grad():
                 output = self._model(context)
             output.check(rows, next_n, self._device.torch)

@@ -13,6 +13,10 @@ class UnsupportedCombination(GraphKVError, ValueError):
     """Two options that cannot go together, refused at construction."""
 
 
+class LibraryMissing(GraphKVError, ImportError):
+    """A library whose kernels were chosen is not installed, or what is installed cannot do it. Nothing changed."""
+
+
 class OutOfBlocks(GraphKVError):
     """A tier is short of blocks. Nothing changed; retry after steps retire, transfers end or sequences close.
 

@@ -35,7 +35,8 @@ class DecodeRuntime(MovingVerbs):
         model: the model's part of a step, see `StepModel`.
         device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:N".
         max_rows: sequences open at once.
-        max_seq_len: tokens of the longest sequence; the block table also reserves the columns that next_n can reach.
+        max_seq_len: tokens of the longest sequence; the block table also reserves the columns that next_n and draft
+            steps can reach.
         num_blocks, memory_bytes: size of the pools, by blocks (null block included) or by a budget for their bytes;
             give one of them.
         max_num_blocks: blocks that `grow` can reach: addresses for them are reserved. None fixes the pools' size.
@@ -46,7 +47,8 @@ class DecodeRuntime(MovingVerbs):
         upload: how packets reach the device, see `graphkv.frames.Upload`.
         prefix_caching: whether sequences that begin alike share blocks. The blocks of closed sequences then stay
             cached until their room is needed.
-        requirements: what else the cache will be used for; what cannot work is refused here.
+        requirements: what else the cache will be used for, and whose kernels the model is to use; what cannot work is
+            refused here.
         tiers: where blocks go that the device has no room for; none by default.
         event_capacity, self_check: see `ManagerV2`.
     """
@@ -103,7 +105,8 @@ class DecodeRuntime(MovingVerbs):
         self._can_grow = max_num_blocks is not None
         with device.guard():
             self.pools = Pools(config, num_blocks, device, max_num_blocks)
-            engine = StepEngine(config, self.pools, model, shape, device, mode, upload)
+            kernels = setting.requirements.kernels
+            engine = StepEngine(config, self.pools, model, shape, device, mode, upload, kernels)
             cold = None if tiers is None else ColdTiers(tiers, self.pools, device, engine.stream)
             options.update(_tier_options(cold))
             manager = ManagerV2(

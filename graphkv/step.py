@@ -13,6 +13,7 @@ import torch
 from graphkv.config import CacheConfig
 from graphkv.device import Device
 from graphkv.errors import InvalidValue
+from graphkv.kernel_choice import OWN_KERNELS, KernelChoice
 from graphkv.layout import Role, Side
 from graphkv.metadata import DerivePlan, SideBinding, StepMetadata
 
@@ -77,6 +78,7 @@ class StepContext:
         max_context: no context_len of the step is above this; a multiple of the block size.
         pools: the cache; `pools.view(side, role, layer)` is what the stores and readers take.
         workspace: scratch at fixed addresses, `workspace(name, shape, dtype)`.
+        kernels: whose kernels the caller requires to read the cache, and the page sizes that these see.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class StepContext:
         next_n: int,
         max_context: int,
         derive: Callable[[Side, StepMetadata, DerivePlan], StepMetadata],
+        kernels: KernelChoice = OWN_KERNELS,
     ) -> None:
         self.kind = kind
         self._binding = binding
@@ -98,6 +101,7 @@ class StepContext:
         self.workspace = workspace
         self.next_n = next_n
         self.max_context = max_context
+        self.kernels = kernels
 
     @property
     def metadata(self) -> StepMetadata:

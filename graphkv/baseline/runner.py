@@ -14,6 +14,7 @@ from graphkv.baseline.metadata import MetadataBuilder, UploadedBatch, Uploader
 from graphkv.config import CacheConfig
 from graphkv.device import Device, stream_handle
 from graphkv.errors import DeviceFault, InvalidValue, OutOfBlocks
+from graphkv.kernel_choice import OWN_KERNELS
 from graphkv.layout import Side
 from graphkv.manager.moving_rows import RowState
 from graphkv.manager.v1 import LayerPools, ManagerV1
@@ -82,6 +83,8 @@ class V1Runner:
         if prefill_chunk < 1:
             raise InvalidValue(f"prefill_chunk must be positive, got {prefill_chunk}")
         self.config, self.next_n, self.max_seq_len = config, next_n, max_seq_len
+        self._lookahead = config.draft_lookahead(next_n)
+        self._kernels = OWN_KERNELS if requirements is None else requirements.kernels
         self.device = Device.of(device)
         manager = create_cache_manager(
             config,
@@ -198,7 +201,7 @@ class V1Runner:
             waiting = batch.sequences[int((~self._ready[batch.rows]).argmax())]
             raise InvalidValue(f"{waiting} has tokens that no step has fed yet; prefill it first")
         self.retire(self.submitted if self.next_n > 1 else self.submitted - 1)
-        self.manager.extend(batch.rows, self.next_n)
+        self.manager.extend(batch.rows, self.next_n + self._lookahead)
         return self._submit("decode", batch, np.full(len(batch), self.next_n, np.int32), None, None)
 
     def prefill(self, sequences: AbstractSequence[Sequence]) -> int:
@@ -303,7 +306,8 @@ class V1Runner:
                 raise InvalidValue(f"this cache has no {side} side; give CacheConfig draft_layers to have one")
             return self._builder.derive(side, uploaded, plan)
 
-        context = StepContext(kind, binding, self.pools, self._workspaces[kind], self.next_n, max_context, derive)
+        workspace = self._workspaces[kind]
+        context = StepContext(kind, binding, self.pools, workspace, self.next_n, max_context, derive, self._kernels)
         with binding.stepping(), torch.no_grad():
             output = self._model(context)
         output.check(target.rows, self.next_n, self.device.torch)

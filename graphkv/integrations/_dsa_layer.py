@@ -1,6 +1,6 @@
-"""One attention layer of a Hugging Face DSA model, run on graphkv's pools and metadata.
+"""The layers of a Hugging Face DSA model, run on graphkv's pools and metadata.
 
-The layer's own modules do the projections and norms, and the functions of its own module do the rotation, so that a
+A layer's own modules do the projections and norms, and the functions of its own module do the rotation, so that a
 layer says what its family says. Only where keys and values live, how tokens are scored and chosen, and the absorbed
 form of the attention are graphkv's.
 """
@@ -8,68 +8,87 @@ form of the attention are graphkv's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from graphkv import codecs, ops
-from graphkv.config import CacheConfig
-from graphkv.layout import IndexKFormat, Role, Side
+from graphkv import ops
+from graphkv.config import CacheConfig, Indexer, LayerSpec
+from graphkv.integrations._dsa_kernels import DsaKernels, KernelPass, Selection
+from graphkv.integrations._experts import mixture
+from graphkv.metadata import StepMetadata
 from graphkv.step import StepContext
-
-PREFILL_SCORE_BYTES = 64 << 20
-"""Upper bound of the fp32 per-head scores that prefill holds at a time; more query tokens are scored in turns."""
 
 Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-class Selection(NamedTuple):
-    """The tokens that each query token attends to: int32 [T, k], ascending by position, -1 padded."""
+class Observer(Protocol):
+    """Watches what a model decides, e.g. to compare it with another run. Called in decode and prefill; in decode the
+    calls are captured, so they may only move bytes between tensors of fixed address."""
 
-    slot: torch.Tensor
-    position: torch.Tensor
+    def begin(self, step: StepContext) -> None:
+        """A step begins."""
+
+    def selected(self, layer: int, position: torch.Tensor) -> None:
+        """A full indexer chose: int32 [T, k] positions, -1 padded."""
+
+    def routed(self, layer: int, experts: torch.Tensor) -> None:
+        """A layer's router chose: int64 [T, experts a token]."""
+
+    def answered(self, token: torch.Tensor, logits: torch.Tensor) -> None:
+        """The logits [N, vocab] that the step computed, of the tokens int64 [N] of the batch."""
 
 
-class RowSpan(NamedTuple):
-    """A row of a prefill batch: its query tokens `[first, last)` and, in the gathered keys, `[start, stop)`."""
+class LayerInputs(NamedTuple):
+    """What every layer of a pass reads: rotation of each token, [T, qk_rope_head_dim], and the pass's kernels."""
 
-    first: int
-    last: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class LayerInputs:
-    """What every layer of a step reads.
-
-    Attributes:
-        cos, sin: rotation of each token, [T, qk_rope_head_dim] in the model's type.
-        spans: the rows of a prefill batch on the host, None in decode (which reads nothing on the host).
-        start: int32 [rows + 1], first gathered key of each row; None in decode.
-    """
-
-    step: StepContext
-    config: CacheConfig
     cos: torch.Tensor
     sin: torch.Tensor
-    spans: tuple[RowSpan, ...] | None
-    start: torch.Tensor | None
+    kernels: KernelPass
 
-    @classmethod
-    def of(cls, step: StepContext, config: CacheConfig, cos: torch.Tensor, sin: torch.Tensor) -> LayerInputs:
-        """Reads a prefill batch's row bounds to the host, once a step."""
-        if step.kind == "decode":
-            return cls(step, config, cos, sin, None, None)
-        metadata = step.metadata
-        start = torch.zeros(step.rows + 1, dtype=torch.int32, device=cos.device)
-        torch.cumsum(metadata.seq_len, 0, dtype=torch.int32, out=start[1:])
-        queries, keys = torch.stack([metadata.query_start, start]).tolist()
-        spans = tuple(RowSpan(*q, *k) for q, k in zip(pairwise(queries), pairwise(keys), strict=True))
-        return cls(step, config, cos, sin, spans, start)
+
+class LayerStack:
+    """Decoder layers over the layers of a side: the model's own over the target's, a draft model's over the draft's.
+
+    Args:
+        layers: the model's decoder layers.
+        rotary: the model's rotary embedding.
+        index_rope: name of the rotation that the family's indexer uses, in the attention's own module.
+    """
+
+    def __init__(self, layers: Iterable[Any], rotary: Any, index_rope: str) -> None:
+        self.layers = list(layers)
+        self.rotary = rotary
+        self.attentions = [
+            SparseAttention(layer.self_attn, number, index_rope) for number, layer in enumerate(self.layers)
+        ]
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """What each layer owns of a cache."""
+        return tuple(LayerSpec(Indexer.SHARED if each.indexer is None else Indexer.FULL) for each in self.attentions)
+
+    def __call__(
+        self, hidden: torch.Tensor, kernels: DsaKernels, step: StepContext, observer: Observer | None = None
+    ) -> torch.Tensor:
+        """The hidden state [T, hidden_size] of the tokens of the step's current side, before and after all layers."""
+        cos, sin = self.rotary(hidden, position_ids=step.metadata.position.unsqueeze(0))
+        inputs = LayerInputs(cos.squeeze(0), sin.squeeze(0), KernelPass(kernels, step))
+        selection: Selection | None = None
+        for attention, layer in zip(self.attentions, self.layers, strict=True):
+            attended, selection = attention(layer.input_layernorm(hidden), inputs, kernels.config, selection)
+            if observer is not None and attention.indexer is not None:
+                observer.selected(attention.layer, selection.position)
+            hidden = hidden + attended
+            normed = layer.post_attention_layernorm(hidden)
+            if not hasattr(layer.mlp, "experts"):
+                hidden = hidden + layer.mlp(normed)
+                continue
+            routed = None if observer is None else partial(observer.routed, attention.layer)
+            hidden = hidden + mixture(layer.mlp, normed, capturable=step.kind == "decode", routed=routed)
+        return hidden
 
 
 class SparseAttention:
@@ -77,8 +96,8 @@ class SparseAttention:
 
     Args:
         attention: the model's attention module, with an `indexer` or, on a layer that shares its predecessor's, None.
-        layer: its number on the target side.
-        index_rope: name of the rotation that the family's indexer uses, in the attention's own module.
+        layer: its number on its side.
+        index_rope: see `LayerStack`.
     """
 
     def __init__(self, attention: Any, layer: int, index_rope: str) -> None:
@@ -91,12 +110,12 @@ class SparseAttention:
         )
 
     def __call__(
-        self, hidden: torch.Tensor, inputs: LayerInputs, selection: Selection | None
+        self, hidden: torch.Tensor, inputs: LayerInputs, config: CacheConfig, selection: Selection | None
     ) -> tuple[torch.Tensor, Selection]:
         """hidden [T, hidden_size] -> the attention's output, same shape, and the selection it used."""
-        attention, config, metadata = self.attention, inputs.config, inputs.step.metadata
+        attention, kernels, metadata = self.attention, inputs.kernels, inputs.kernels.metadata
         nope, rope, rank = attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.kv_lora_rank
-        pages = inputs.step.pools.view(Side.TARGET, Role.LATENT, self.layer)
+        pages = kernels.latent_pages(self.layer)
 
         query_latent = attention.q_a_layernorm(attention.q_a_proj(hidden))
         query = attention.q_b_proj(query_latent).view(hidden.shape[0], -1, nope + rope)
@@ -104,24 +123,14 @@ class SparseAttention:
         latent, key_rope = attention.kv_a_proj_with_mqa(hidden).split([rank, rope], dim=-1)
         latent = attention.kv_a_layernorm(latent)
         query_rope, key_rope = self.rotate(query_rope, key_rope.unsqueeze(1), inputs.cos, inputs.sin, unsqueeze_dim=1)
-        to_pages = (latent, key_rope.squeeze(1), pages, metadata.latent_slot)
+        key_rope = key_rope.squeeze(1)
         if self.indexer is None:
-            ops.store_latent(*to_pages, config.latent, config.latent_scale)
+            ops.store_latent(latent, key_rope, pages, metadata.latent_slot, config.latent, config.latent_scale)
         else:
             index_query, key, weights = self.indexer.project(hidden, query_latent, inputs)
-            index_pages = inputs.step.pools.view(Side.TARGET, Role.INDEX_K, self.layer)
-            ops.store_layer(
-                *to_pages,
-                key,
-                index_pages,
-                metadata.index_slot,
-                config.latent,
-                config.index_k,
-                latent_scale=config.latent_scale,
-                scale_mode=config.index_k_scale,
-                amax_floor=config.index_k_amax_floor,
-            )
-            selection = self.indexer.select(index_query, weights, index_pages, inputs)
+            index_pages = kernels.index_pages(self.layer)
+            _store(latent, key_rope, pages, key, index_pages, metadata, config)
+            selection = kernels.select(index_query, weights, index_pages)
         assert selection is not None  # CacheConfig has made sure that layer 0 is a full indexer
 
         # kv_b_proj maps a latent to every head's nope key and value; applied to the query and to the output instead,
@@ -129,16 +138,34 @@ class SparseAttention:
         up = attention.kv_b_proj.weight.view(query.shape[1], nope + attention.v_head_dim, rank)
         absorbed = torch.bmm(query_nope.transpose(0, 1), up[:, :nope]).transpose(0, 1)
         query = torch.cat([absorbed, query_rope], dim=-1)
-        attended = torch.empty(*query.shape[:2], rank, dtype=query.dtype, device=query.device)
-        ops.sparse_mla_decode(
-            query, pages, selection.slot, attention.scaling, config.latent, config.latent_scale, rank, attended
-        )
+        attended = kernels.attend(query, pages, selection.slot, attention.scaling)
         values = torch.bmm(attended.transpose(0, 1), up[:, nope:].transpose(1, 2)).transpose(0, 1)
         return attention.o_proj(values.reshape(hidden.shape[0], -1)), selection
 
 
+def _store(
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    pages: torch.Tensor,
+    key: torch.Tensor,
+    index_pages: torch.Tensor,
+    metadata: StepMetadata,
+    config: CacheConfig,
+) -> None:
+    """Stores the tokens' latents and index keys: in one kernel where pages of both roles hold equally many tokens."""
+    scales: dict[str, Any] = {"scale_mode": config.index_k_scale, "amax_floor": config.index_k_amax_floor}
+    to_latents = (latent, rope, pages, metadata.latent_slot)
+    to_keys = (key, index_pages, metadata.index_slot)
+    if pages.shape[1] == index_pages.shape[1]:
+        formats = (config.latent, config.index_k)
+        ops.store_layer(*to_latents, *to_keys, *formats, latent_scale=config.latent_scale, **scales)
+    else:
+        ops.store_latent(*to_latents, config.latent, config.latent_scale)
+        ops.store_index_k(*to_keys, config.index_k, **scales)
+
+
 class SparseIndexer:
-    """Scores the row's tokens against each query token and selects the best."""
+    """What a layer's tokens are scored with."""
 
     def __init__(self, indexer: Any, rotate: Rotate) -> None:
         self.indexer = indexer
@@ -147,7 +174,7 @@ class SparseIndexer:
     def project(
         self, hidden: torch.Tensor, query_latent: torch.Tensor, inputs: LayerInputs
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What a layer's tokens are scored with: rotated query and key, and weights with all constants in them.
+        """Rotated query and key, and weights with all constants in them.
 
         hidden [T, hidden_size], query_latent [T, q_lora_rank] -> [T, heads, D], [T, D], fp32 [T, heads].
         """
@@ -164,59 +191,3 @@ class SparseIndexer:
             torch.cat([key_rope, key_rest], dim=-1).squeeze(1),
             weights * (indexer.n_heads**-0.5 * indexer.softmax_scale),
         )
-
-    def select(self, query: torch.Tensor, weights: torch.Tensor, pages: torch.Tensor, inputs: LayerInputs) -> Selection:
-        """The layer's selection, by what `project` gave and the keys that are in `pages`."""
-        step, config, metadata = inputs.step, inputs.config, inputs.step.metadata
-        if config.index_k is IndexKFormat.FP8:
-            query, query_scale = codecs.quantise_query(query, config.index_k_scale, config.index_k_amax_floor)
-            weights = weights * query_scale
-        logits = step.workspace("index_logits", (step.tokens, step.max_context), torch.float32)
-        if inputs.spans is None:
-            ops.paged_index_logits(
-                query,
-                weights,
-                pages,
-                metadata.index_page_table,
-                metadata.token_row,
-                metadata.context_len,
-                logits,
-                config.index_k,
-            )
-        else:
-            self._score_rows(query.float(), weights, pages, inputs, logits)
-        shape = (step.tokens, config.index_topk)
-        selection = Selection(*(step.workspace(f"topk_{part}", shape, torch.int32) for part in Selection._fields))
-        ops.topk(
-            logits, metadata.context_len, metadata.latent_page_table, metadata.token_row, config.block_size, *selection
-        )
-        return selection
-
-    def _score_rows(
-        self,
-        query: torch.Tensor,
-        weights: torch.Tensor,
-        pages: torch.Tensor,
-        inputs: LayerInputs,
-        logits: torch.Tensor,
-    ) -> None:
-        """Prefill: gathers each row's keys into one contiguous range and scores them in dense products.
-
-        Scores past a token's context are written too; top-k takes lengths and never reads them.
-        """
-        assert inputs.spans is not None
-        assert inputs.start is not None
-        config = inputs.config
-        layout = config.page_layout(Role.INDEX_K)
-        count = inputs.spans[-1].stop
-        values = torch.empty(count, layout.value_bytes, dtype=torch.uint8, device=query.device)
-        scales = torch.empty(count, layout.scale_bytes, dtype=torch.uint8, device=query.device)
-        ops.gather_index_k(pages, inputs.step.metadata.index_page_table, inputs.start, values, scales, config.index_k)
-        keys = codecs.decode_index_k(values, scales, config.index_k)
-        for span in inputs.spans:
-            row_keys = keys[span.start : span.stop].T
-            turn = max(1, PREFILL_SCORE_BYTES // (4 * query.shape[1] * max(1, row_keys.shape[1])))
-            for first in range(span.first, span.last, turn):
-                tokens = slice(first, min(first + turn, span.last))
-                scores = torch.matmul(query[tokens], row_keys).relu_()
-                torch.matmul(weights[tokens].unsqueeze(1), scores, out=logits[tokens, : row_keys.shape[1]].unsqueeze(1))

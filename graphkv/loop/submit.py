@@ -49,7 +49,7 @@ class Submitter:
     ) -> None:
         self._engine, self._manager, self._tokens, self._flight = engine, manager, tokens, flight
         self._copies, self._device = copies, device
-        self._next_n, self._block_size = shape.next_n, copies.block_size
+        self._next_n, self._lookahead, self._block_size = shape.next_n, shape.lookahead, copies.block_size
         # The last steps' blocks become findable; and with colder tiers, a look at what moves between them.
         self._meanwhile: Callable[[], None] = partial(manager.index_commits, _INDEXED_A_STEP)
         if manager.has_colder_tiers:
@@ -60,7 +60,7 @@ class Submitter:
     def decode(self, batch: Batch) -> int:
         """Submit a decode step; its number. `OutOfBlocks` with nothing changed."""
         bucket = self._engine.graphs.bucket_for(len(batch))
-        frame = self._make_room(batch, self._next_n, 2 * len(batch))
+        frame = self._make_room(batch, self._next_n, (3 if self._lookahead else 2) * len(batch), self._lookahead)
         records = frame.writer.records(batch.rows, self._next_n)
         supplied = None
         if self._tokens.marked:
@@ -119,15 +119,25 @@ class Submitter:
         if self._manager.copies_pending:
             self.copy(self._manager.take_copies(0))
 
-    def _make_room(self, batch: Batch, n: int | npt.NDArray[np.int32], edits: int) -> Frame:
-        """Claim n more tokens of every row of the batch, or of none; the frame to describe the step in."""
+    def _make_room(self, batch: Batch, n: int | npt.NDArray[np.int32], edits: int, lookahead: int = 0) -> Frame:
+        """Claim n more tokens of every row of the batch, or of none; the frame to describe the step in.
+
+        Args:
+            edits: table cells that this can change.
+            lookahead: tokens past these to have blocks for, which the step writes and does not count.
+        """
         self.reserve_edits(edits)
         frame = self.acquire()
         try:
-            self._manager.claim(batch.rows, n)
+            self._claim(batch, n, lookahead)
         except OutOfBlocks:
-            self.find_room(lambda: self._manager.claim(batch.rows, n))
+            self.find_room(lambda: self._claim(batch, n, lookahead))
         return frame
+
+    def _claim(self, batch: Batch, n: int | npt.NDArray[np.int32], lookahead: int) -> None:
+        if lookahead:
+            self._manager.extend(batch.rows, n + lookahead)
+        self._manager.claim(batch.rows, n)
 
     def find_room(self, take: Callable[[], object]) -> None:
         """`take` was short of blocks: call it again, since transfers that ended may have freed some.

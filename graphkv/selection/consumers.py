@@ -6,29 +6,14 @@ graphkv's own kernels take every format and page size on every device, FP4 inclu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 
 from graphkv.device import Device
-from graphkv.layout import Role
+from graphkv.layout import LatentFormat, Role
 
 FP4_SM = 100
 """Least sm of a device whose tensor cores take FP4."""
-
-
-class IndexScorer(StrEnum):
-    """Whose kernel scores the indexer's keys."""
-
-    GRAPHKV = "graphkv"
-    DEEPGEMM = "deepgemm"
-
-
-class LatentAttention(StrEnum):
-    """Whose kernel attends to the selected latents."""
-
-    GRAPHKV = "graphkv"
-    FLASHMLA = "flashmla"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +51,15 @@ class Takes:
         formats: byte formats of its role.
         page_sizes: tokens a page, None for any.
         widths: per attribute of `CacheConfig`, the values it takes.
+        next_n: query tokens a row that one call takes, None for any; others are served flattened, a row each.
     """
 
     family: str
     sm: range
     formats: tuple[str, ...]
     page_sizes: tuple[int, ...] | None
-    widths: tuple[tuple[str, tuple[int, ...]], ...]
+    widths: tuple[tuple[str, tuple[int, ...] | range], ...]
+    next_n: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +84,12 @@ DEEPGEMM = Consumer(
     Role.INDEX_K,
     (
         Takes(
-            "Hopper", range(90, 100), ("fp8",), (64,), (("index_heads", (32, 64)), ("index_head_dim", (32, 64, 128)))
+            "Hopper",
+            range(90, 100),
+            ("fp8",),
+            (64,),
+            (("index_heads", (32, 64)), ("index_head_dim", (32, 64, 128))),
+            next_n=(1, 2),
         ),
         Takes(
             "Blackwell",
@@ -116,5 +108,17 @@ FLASHMLA = Consumer(
     (
         Takes("Hopper", range(90, 100), ("fp8_ds_mla",), None, _FLASHMLA_WIDTHS),
         Takes("Blackwell", range(100, 110), ("fp8_ds_mla",), None, _FLASHMLA_WIDTHS),
+    ),
+)
+
+_FLASHINFER_WIDTHS = (("index_topk", range(1, 2049)),)
+_ALL_LATENTS = tuple(str(fmt) for fmt in LatentFormat)  # it reads page tables, no bytes of the cache
+FLASHINFER = Consumer(
+    "FlashInfer",
+    Role.LATENT,
+    (  # its capturable path needs 128 KiB of shared memory
+        Takes("Ampere", range(80, 81), _ALL_LATENTS, None, _FLASHINFER_WIDTHS),
+        Takes("Hopper", range(90, 100), _ALL_LATENTS, None, _FLASHINFER_WIDTHS),
+        Takes("Blackwell", range(100, 110), _ALL_LATENTS, None, _FLASHINFER_WIDTHS),
     ),
 )

@@ -15,12 +15,13 @@ import torch
 from graphkv.config import CacheConfig, LayerSpec
 from graphkv.device import Device
 from graphkv.errors import InvalidValue, UnsupportedCombination
+from graphkv.kernel_choice import IndexScorer, LatentAttention, TokenSelector
 from graphkv.layout import IndexKFormat, LatentFormat, Role, Side
 from graphkv.manager.v1 import ManagerV1
 from graphkv.manager.v2 import ManagerV2, V2Options
 from graphkv.metadata import TABLE_COLUMN_MULTIPLE
 from graphkv.selection import refusals
-from graphkv.selection.consumers import CPU, DEEPGEMM, FLASHMLA, DeviceFacts, IndexScorer, LatentAttention
+from graphkv.selection.consumers import CPU, DEEPGEMM, FLASHINFER, FLASHMLA, DeviceFacts
 from graphkv.selection.refusals import Refusal
 from graphkv.selection.requirements import V1, V2, Capabilities, Connector, ContextParallel, Requirements, Setting
 
@@ -67,7 +68,7 @@ def create_cache_manager(
         use_kv_cache_manager_v2: True for `ManagerV2`, False for `ManagerV1`, the baseline.
         num_blocks: blocks of the pools, the null block included.
         max_rows: sequences open at once.
-        max_seq_len: tokens of the longest sequence; a row also gets the columns that next_n can reach.
+        max_seq_len: tokens of the longest sequence; a row also gets the columns that next_n and draft steps can reach.
         next_n: query tokens a row and decode step (1 + draft tokens).
         requirements: what the cache will be used for.
         device: where it will live, or the facts of another machine's device.
@@ -89,7 +90,7 @@ def create_cache_manager(
     v2 = use_kv_cache_manager_v2
     setting = Setting(config=config, use_v2=v2, next_n=next_n, requirements=needs, device=facts)
     check_setting(setting)
-    columns = -(-(max_seq_len + next_n) // config.block_size)
+    columns = -(-(max_seq_len + next_n + config.draft_lookahead(next_n)) // config.block_size)
     max_blocks = -(-columns // TABLE_COLUMN_MULTIPLE) * TABLE_COLUMN_MULTIPLE
     size = config.block_size
     if v2:
@@ -132,6 +133,7 @@ _with = _CONFIG.with_options
 _DRAFTING = _with(draft_layers=(LayerSpec(),))
 _DEEPGEMM = Requirements(index_scorer=IndexScorer.DEEPGEMM)
 _FLASHMLA = Requirements(latent_attention=LatentAttention.FLASHMLA)
+_FLASHINFER = Requirements(token_selector=TokenSelector.FLASHINFER)
 
 
 def _example(
@@ -177,6 +179,7 @@ _DEAF = Connector(name="an append-only store", hears_rewind=False)
 _DS_MLA = _with(latent=LatentFormat.FP8_DS_MLA)
 _OWN_SCORER = '`index_scorer="graphkv"`'
 _OWN_ATTENTION = '`latent_attention="graphkv"`'
+_OWN_SELECTOR = '`token_selector="graphkv"`'
 
 COMBINATIONS: tuple[Combination, ...] = (
     *(
@@ -275,6 +278,20 @@ COMBINATIONS: tuple[Combination, ...] = (
         _example(_FLASHMLA, device=_H200, config=_DS_MLA.with_options(kv_lora_rank=256)),
         refusals.wrong_width(FLASHMLA),
     ),
+    Combination(
+        '`token_selector="flashinfer"`',
+        "a device with less than 128 KiB of shared memory a CTA",
+        f"use {_OWN_SELECTOR}",
+        _example(_FLASHINFER),
+        refusals.wrong_device(FLASHINFER),
+    ),
+    Combination(
+        '`token_selector="flashinfer"`',
+        "`index_topk` above 2048",
+        f"use {_OWN_SELECTOR}",
+        _example(_FLASHINFER, device=_H200, config=_with(index_topk=4096)),
+        refusals.wrong_width(FLASHINFER),
+    ),
     *(
         Combination(
             f"`{name}`",
@@ -327,6 +344,18 @@ COMBINATIONS: tuple[Combination, ...] = (
         '`index_k="fp4", index_page_size=32`',
         "a block of 64 holds two index_k pages of each layer",
         _example(replace(_DEEPGEMM, index_page_size=32), device=_B200, config=_with(index_k=IndexKFormat.FP4)),
+    ),
+    Combination(
+        '`index_scorer="deepgemm"` on Hopper',
+        "`next_n` above 2",
+        "it takes 1 or 2 query tokens a row, so each query token becomes a row of its own",
+        replace(_example(_DEEPGEMM, device=_H200), next_n=4),
+    ),
+    Combination(
+        '`token_selector="flashinfer"` on Ampere, Hopper and Blackwell',
+        "any `latent`",
+        "ties go to the lowest position, as with graphkv's own; a row's tokens come in no set order",
+        _example(_FLASHINFER, device=_H200),
     ),
     Combination(
         '`latent_attention="flashmla"` on Hopper',

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from graphkv.kernel_choice import IndexScorer, LatentAttention, TokenSelector
 from graphkv.layout import IndexKFormat, Role, Side
-from graphkv.selection.consumers import DEEPGEMM, FP4_SM, Consumer, IndexScorer, LatentAttention
+from graphkv.selection.consumers import DEEPGEMM, FLASHINFER, FP4_SM, Consumer
 from graphkv.selection.requirements import ContextParallel, Setting
 
 Refusal = Callable[[Setting], str | None]
@@ -69,6 +70,8 @@ def _reads(consumer: Consumer, setting: Setting) -> bool:
     needs = setting.requirements
     if consumer is DEEPGEMM:
         return needs.index_scorer is IndexScorer.DEEPGEMM
+    if consumer is FLASHINFER:
+        return needs.token_selector is TokenSelector.FLASHINFER
     return needs.latent_attention is LatentAttention.FLASHMLA
 
 
@@ -133,4 +136,6 @@ def undivided(role: Role) -> Refusal:
 
 
 def _one_of(values: Iterable[object]) -> str:
+    if isinstance(values, range):
+        return f"{values[0]} to {values[-1]}"
     return " or ".join(map(str, values))

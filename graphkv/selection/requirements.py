@@ -8,8 +8,9 @@ from typing import TypeVar
 
 from graphkv.config import CacheConfig
 from graphkv.errors import InvalidValue
+from graphkv.kernel_choice import IndexScorer, KernelChoice, LatentAttention, TokenSelector
 from graphkv.layout import Role, Side
-from graphkv.selection.consumers import CPU, DeviceFacts, IndexScorer, LatentAttention
+from graphkv.selection.consumers import CPU, DeviceFacts
 
 _E = TypeVar("_E", bound=StrEnum)
 
@@ -80,7 +81,7 @@ class Requirements:
         beam_width: candidates a sequence that a search keeps side by side.
         context_parallel: how one sequence's tokens are spread over ranks.
         connector: an outside store of blocks.
-        index_scorer, latent_attention: whose kernels read the cache.
+        index_scorer, token_selector, latent_attention: whose kernels read the cache.
         index_page_size, latent_page_size: tokens a page as these kernels see it, None for the block size; see
             `graphkv.selection.subpages`.
     """
@@ -95,6 +96,7 @@ class Requirements:
     context_parallel: ContextParallel = ContextParallel.NONE
     connector: Connector | None = None
     index_scorer: IndexScorer = IndexScorer.GRAPHKV
+    token_selector: TokenSelector = TokenSelector.GRAPHKV
     latent_attention: LatentAttention = LatentAttention.GRAPHKV
     index_page_size: int | None = None
     latent_page_size: int | None = None
@@ -104,6 +106,7 @@ class Requirements:
         kinds = (
             ("context_parallel", ContextParallel),
             ("index_scorer", IndexScorer),
+            ("token_selector", TokenSelector),
             ("latent_attention", LatentAttention),
         )
         for name, kind in kinds:
@@ -113,6 +116,17 @@ class Requirements:
             optional = value is None and name != "beam_width"
             if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise InvalidValue(f"{name} must be a positive integer, got {value!r}")
+
+    @property
+    def kernels(self) -> KernelChoice:
+        """What of this a model must know: whose kernels to call, on pages of which size."""
+        return KernelChoice(
+            index_scorer=self.index_scorer,
+            token_selector=self.token_selector,
+            latent_attention=self.latent_attention,
+            index_page_size=self.index_page_size,
+            latent_page_size=self.latent_page_size,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +162,7 @@ class Setting:
 
     def page_size(self, role: Role) -> int:
         """Tokens a page as the consumer of `role` sees it."""
-        asked = self.requirements.index_page_size if role is Role.INDEX_K else self.requirements.latent_page_size
-        return self.config.block_size if asked is None else asked
+        return self.requirements.kernels.page_size(role, self.config.block_size)
 
 
 def _member(kind: type[_E], value: str, name: str) -> _E:

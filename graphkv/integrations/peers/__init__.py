@@ -1,0 +1,1 @@
+"""Kernels of other libraries on graphkv's pools and metadata, each imported when it is chosen."""
