@@ -1,4 +1,4 @@
-// does    derive the live set of one side from the device-resident lengths and the batch of another side
+// does    derive the live set of one side and layer group from the device-resident lengths and the batch of another side
 // reads   batch_row [rows] (-1 padded) and query_start [rows + 1] of the other side; StepState; accepted [rows] or null
 // writes  LiveSet of `rows` batch rows and `tokens` query tokens, but its token ids, which are the model's to write
 // launch  grid rows + 1 (the last CTA pads the token tail), 256 threads, (rows + 32) * 4 bytes of dynamic shared memory
@@ -19,7 +19,7 @@ extern "C" __global__ void derive(LiveSet live, StepState state, const i32* batc
     i32 length = 0, blocks = 0;
     if (row >= 0) {
       length = state.length[row] + (accepted ? accepted[r] : 0) + shift;
-      table_row += (i64)row * live.max_blocks;
+      table_row += (i64)(live.first_line + row) * live.max_blocks;
       blocks = (length + end - start + (1 << live.block_shift) - 1) >> live.block_shift;
       if (blocks > live.max_blocks) blocks = live.max_blocks;
     }

@@ -1,5 +1,5 @@
-// The live set of one side, and how one batch row of it is derived from the device-resident table and lengths.
-// Mirrored by graphkv.metadata (LiveSetStruct) and, in NumPy, by graphkv.latch: change all three together.
+// The live set of one side and layer group, and how a batch row of it is derived from the device-resident table and
+// lengths. Mirrored by graphkv.metadata (LiveSetStruct) and, in NumPy, by graphkv.latch: change all three together.
 #pragma once
 #include "common.cuh"
 
@@ -23,11 +23,11 @@ struct LiveSet {
   i32 max_blocks;
   i32 block_shift;           // log2 of the block size
   i32 latent_scale;          // pages a block
-  i32 index_scale;
+  i32 index_scale;           // 0 where the group owns no index_k
   i32 index_value_bytes;     // a token
   i32 index_scale_bytes;     // a token, 0 if none
   i32 parts;                 // workers of the schedule
-  i32 _pad;
+  i32 first_line;            // of the block table, where the group's lines begin
 };
 
 // Tokens a worker takes at a time; DeepGEMM's paged logits use the same split.
@@ -40,14 +40,17 @@ __device__ __forceinline__ void derive_token(const LiveSet& live, const i32* tab
   const i64 index_page = (i64)block * live.index_scale;
   const i64 block_size = 1ll << live.block_shift;
   const i64 page_base = index_page * block_size * (live.index_value_bytes + live.index_scale_bytes);
+  const bool store = block != 0, index = store && live.index_scale;  // the null block is never written
   live.position[token] = position;
   live.token_row[token] = row;
   live.context_len[token] = position + 1;
-  live.latent_slot[token] = latent_page * block_size + offset;
-  live.index_slot[token] = index_page * block_size + offset;
-  live.index_value_offset[token] = page_base + (i64)offset * live.index_value_bytes;
+  live.latent_slot[token] = store ? latent_page * block_size + offset : -1;
+  live.index_slot[token] = index ? index_page * block_size + offset : -1;
+  live.index_value_offset[token] = index ? page_base + (i64)offset * live.index_value_bytes : -1;
   live.index_scale_offset[token] =
-      live.index_scale_bytes ? page_base + block_size * live.index_value_bytes + (i64)offset * live.index_scale_bytes : -1;
+      index && live.index_scale_bytes
+          ? page_base + block_size * live.index_value_bytes + (i64)offset * live.index_scale_bytes
+          : -1;
 }
 
 __device__ __forceinline__ void pad_token(const LiveSet& live, i32 row, i32 token) {

@@ -38,13 +38,13 @@ __device__ Packet check_packet(const i32* words, i32 next, i32 rows, i32 tokens,
   return packet;
 }
 
-// Edits of one row, or of every row where `row` is negative: a cell is named at most with one value in a packet, so CTAs
+// Edits of one line of the table, or of every line where `line` is negative: a cell is named at most with one value in a packet, so CTAs
 // that apply the same edit write the same word.
-__device__ void apply_edits(const Packet& packet, const StepState& state, i32 max_blocks, i32 row) {
+__device__ void apply_edits(const Packet& packet, const StepState& state, i32 max_blocks, i32 line) {
   const i32* edits = packet.words + HEADER_WORDS + RECORD_WORDS * packet.rows;
   for (i32 i = threadIdx.x; i < packet.edits; i += blockDim.x) {
     const i32* edit = edits + EDIT_WORDS * i;
-    if (row < 0 || edit[0] == row) state.block_table[(i64)edit[0] * max_blocks + edit[1]] = edit[2];
+    if (line < 0 || edit[0] == line) state.block_table[(i64)edit[0] * max_blocks + edit[1]] = edit[2];
   }
 }
 
@@ -52,7 +52,8 @@ __device__ void latch_row(const LiveSet& live, const StepState& state, const Pac
   const i32* record = packet.words + HEADER_WORDS + RECORD_WORDS * r;
   const i32 row = record[0], start = record[1], edit = record[2], offset = record[3];
   const i32 end = r + 1 < packet.rows ? record[RECORD_WORDS + 1] : packet.tokens;
-  apply_edits(packet, state, live.max_blocks, row);
+  const i32 line = live.first_line + row;
+  apply_edits(packet, state, live.max_blocks, line);
   if (threadIdx.x == 0) {
     i32 length = edit >= 0 ? edit : state.length[row] + (edit < KEEP_LENGTH ? edit + 1 : 0);
     if (length < 0) length = 0;
@@ -64,7 +65,7 @@ __device__ void latch_row(const LiveSet& live, const StepState& state, const Pac
   }
   __syncthreads();
   const i32 length = *shared_length;
-  const i32* table_row = state.block_table + (i64)row * live.max_blocks;
+  const i32* table_row = state.block_table + (i64)line * live.max_blocks;
   const i32* supplied = packet.words + HEADER_WORDS + RECORD_WORDS * packet.rows + EDIT_WORDS * packet.edits;
   for (i32 i = threadIdx.x; i < end - start; i += blockDim.x) {
     derive_token(live, table_row, r, start + i, length + i);

@@ -8,7 +8,7 @@ struct StepState {
   i32* healthy;      // [1] 1 while the replay under way accepted its packet
   i32* fault;        // [4] host memory: faults so far, expected step, found step, 0
   i32* length;       // [max_rows] tokens whose KV is valid
-  i32* block_table;  // [max_rows, max_blocks]
+  i32* block_table;  // [groups * max_rows, max_blocks], line g * max_rows + r is row r's in layer group g
   i32* next_tokens;  // [max_rows, next_n] the query tokens of each row's next step
   i32 max_rows;
   i32 next_n;

@@ -12,6 +12,7 @@ from graphkv.errors import (
     GraphKVError,
     InvalidValue,
     KernelCompileError,
+    LibraryMissing,
     NotReady,
     OutOfBlocks,
     OutOfMemory,
@@ -24,6 +25,7 @@ from graphkv.layout import IndexKFormat, LatentFormat, PageLayout, Role, ScaleMo
 from graphkv.manager.prefix import Content, Scope
 from graphkv.manager.retention import Retention
 from graphkv.manager.v2 import ManagerStats, ManagerV2
+from graphkv.manager.windowed import WindowedManager
 from graphkv.metadata import StepMetadata
 from graphkv.pool import Pools
 from graphkv.runtime import DecodeRuntime
@@ -37,6 +39,7 @@ from graphkv.tiers.disk import DiskTier
 from graphkv.tiers.hierarchy import TierOptions
 from graphkv.tiers.host import HostTier
 from graphkv.tiers.mover import TierMover
+from graphkv.window import Window
 
 __version__ = "0.1.0"
 
@@ -58,6 +61,7 @@ __all__ = [
     "KernelCompileError",
     "LatentFormat",
     "LayerSpec",
+    "LibraryMissing",
     "ManagerStats",
     "ManagerV2",
     "NotReady",
@@ -85,5 +89,7 @@ __all__ = [
     "TransferTimeout",
     "UnsupportedCombination",
     "V1Runner",
+    "Window",
+    "WindowedManager",
     "create_cache_manager",
 ]

@@ -20,28 +20,57 @@ from graphkv.layout import (
     index_k_layout,
     latent_layout,
 )
+from graphkv.window import Window
 
 _E = TypeVar("_E", bound=StrEnum)
 
 
 class Indexer(StrEnum):
-    """`full`: the layer scores tokens itself and owns index_k. `shared`: it reuses the last full layer's top-k."""
+    """`full`: the layer scores tokens itself and owns index_k. `shared`: it reuses the last full layer's top-k.
+
+    `none`: it selects nothing, since it reads every token of its window.
+    """
 
     FULL = "full"
     SHARED = "shared"
+    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer of one side. Every layer owns latent bytes; only a full indexer owns index_k bytes."""
+    """One layer of one side. Every layer owns latent bytes; only a full indexer owns index_k bytes.
 
-    indexer: Indexer = Indexer.FULL
+    Attributes:
+        indexer: by default `full`, and `none` for a layer with a window, which can be nothing else.
+        window: tokens readable at a position, itself included; None for all.
+        sinks: first tokens of the sequence, which stay readable behind the window.
+    """
+
+    indexer: Indexer | None = None
+    window: int | None = None
+    sinks: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "indexer", _member(Indexer, self.indexer, "indexer"))
+        usual = Indexer.FULL if self.window is None else Indexer.NONE
+        indexer = usual if self.indexer is None else _member(Indexer, self.indexer, "indexer")
+        object.__setattr__(self, "indexer", indexer)
+        if self.window is None and self.sinks:
+            raise InvalidValue(f"sinks={self.sinks} is for a layer with a window; a layer without one reads all tokens")
+        if (self.window is None) == (indexer is Indexer.NONE):
+            raise InvalidValue(
+                f"indexer={indexer} does not go with window={self.window}: a layer with a window reads all of its "
+                'tokens (indexer "none"), any other selects them ("full" or "shared")'
+            )
+        if self.window is not None:
+            Window(self.window, self.sinks)
 
     def owns(self, role: Role) -> bool:
         return role is Role.LATENT or self.indexer is Indexer.FULL
+
+    @property
+    def reach(self) -> Window | None:
+        """What the layer can read; None for everything. Layers of one reach are a layer group."""
+        return None if self.window is None else Window(self.window, self.sinks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +78,7 @@ class CacheConfig:
     """Shape of the cache of one model, with its draft side if it has one.
 
     Attributes:
-        layers: the target side's layers, in model order; the first must be a full indexer.
+        layers: the target side's layers, in model order; a full indexer comes before any that shares its top-k.
         draft_layers: the draft side's layers (same widths and formats), empty without speculation.
         kv_lora_rank, qk_rope_head_dim: values of the latent and of its rope part (512 + 64).
         index_head_dim, index_heads, index_topk: the indexer's key width, query heads and selected tokens.
@@ -99,8 +128,11 @@ class CacheConfig:
             specs = self.side_layers(side)
             if not all(isinstance(spec, LayerSpec) for spec in specs):
                 raise InvalidValue(f"{side} layers must be LayerSpec objects, got {specs!r}")
-            if specs and specs[0].indexer is not Indexer.FULL:
-                raise InvalidValue(f"{side} layer 0 is a shared indexer, but no layer before it has a top-k to share")
+            first = next((i for i, spec in enumerate(specs) if spec.window is None), 0)
+            if specs and specs[first].indexer is Indexer.SHARED:
+                raise InvalidValue(
+                    f"{side} layer {first} is a shared indexer, but no layer before it has a top-k to share"
+                )
         for role in Role:  # a width that a format cannot hold is refused here, before anything is built
             self.page_layout(role)
 
@@ -128,25 +160,49 @@ class CacheConfig:
             return latent_layout(self.latent, self.kv_lora_rank, self.qk_rope_head_dim, self.block_size)
         return index_k_layout(self.index_k, self.index_head_dim, self.block_size)
 
-    def page_scale(self, side: Side, role: Role) -> int:
-        """Pages a block in the pool of (side, role): the layers of that side that own the role."""
-        return sum(spec.owns(role) for spec in self.side_layers(side))
+    @property
+    def groups(self) -> tuple[Window | None, ...]:
+        """What the layers of each group can read: of group 0 everything (None), whether or not a layer is in it, then
+        one entry for each window that layers have, in the order in which they come."""
+        windows = [spec.reach for side in Side for spec in self.side_layers(side) if spec.reach is not None]
+        return (None, *dict.fromkeys(windows))
 
-    def layer_offset(self, side: Side, role: Role, layer: int) -> int:
-        """Rank of `layer` among the pages of a block in the pool of (side, role)."""
+    def group_of(self, side: Side, layer: int) -> int:
+        """The group of a layer."""
         specs = self.side_layers(side)
         if not 0 <= layer < len(specs):
             raise InvalidValue(f"{side} layer {layer} is out of range: that side has {len(specs)} layers")
+        return self.groups.index(specs[layer].reach)
+
+    def side_groups(self, side: Side) -> tuple[int, ...]:
+        """The groups that have layers of that side, ascending."""
+        return tuple(sorted({self.groups.index(spec.reach) for spec in self.side_layers(side)}))
+
+    def page_scale(self, side: Side, role: Role, group: int = 0) -> int:
+        """Pages a block in the pool of (group, side, role): the layers of that group and side that own the role."""
+        reach = self.groups[group]
+        return sum(spec.owns(role) for spec in self.side_layers(side) if spec.reach == reach)
+
+    def layer_offset(self, side: Side, role: Role, layer: int) -> int:
+        """Rank of `layer` among the pages of a block in the pool of its group and of (side, role)."""
+        specs = self.side_layers(side)
+        self.group_of(side, layer)  # refuses a layer that is not there
         if not specs[layer].owns(role):
+            if specs[layer].window is not None:
+                raise InvalidValue(
+                    f"{side} layer {layer} has a window, all of whose tokens it reads, and owns no {role} bytes"
+                )
             raise InvalidValue(
                 f"{side} layer {layer} is a shared indexer and owns no {role} bytes; use layer "
                 f"{self.owner_of_topk(side, layer)}, whose top-k it reuses"
             )
-        return sum(spec.owns(role) for spec in specs[:layer])
+        return sum(spec.owns(role) for spec in specs[:layer] if spec.reach == specs[layer].reach)
 
     def owner_of_topk(self, side: Side, layer: int) -> int:
         """The layer whose top-k `layer` uses: itself, or the last full indexer before it."""
         specs = self.side_layers(side)
+        if self.group_of(side, layer):
+            raise InvalidValue(f"{side} layer {layer} has a window, all of whose tokens it reads: it uses no top-k")
         return max(i for i in range(layer + 1) if specs[i].indexer is Indexer.FULL)
 
     def with_options(self, **changes: Any) -> CacheConfig:

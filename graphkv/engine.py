@@ -81,7 +81,7 @@ class EngineShape:
         # Room for the edits of a whole step of either kind, of a long row that is opened where a long one ended, and of
         # the blocks that become shared when two steps retire meanwhile.
         chunk_blocks = max(max_rows * (next_n + lookahead), prefill_chunk) // config.block_size + 1
-        max_edits = 2 * max_blocks + 4 * max_rows + 3 * chunk_blocks
+        max_edits = len(config.groups) * (2 * max_blocks + 4 * max_rows + 3 * chunk_blocks)
         return cls(max_rows, max_blocks, tuple(buckets), next_n, lookahead, max_edits, prefill_chunk, chunk_blocks)
 
     @property
@@ -126,8 +126,11 @@ class StepEngine:
         self._kernels = kernels
         self.stream = device.stream()
         self._handle = stream_handle(self.stream)
-        self._live = {side: LiveSet(side, _live_shape(config, side, shape, device), device) for side in config.sides}
-        self._state = StepState(shape.max_rows, shape.max_blocks, shape.next_n, device)
+        self._live = {
+            side: tuple(LiveSet(side, _live_shape(config, side, g, shape, device), device) for g in groups)
+            for side, groups in ((side, config.side_groups(side)) for side in config.sides)
+        }
+        self._state = StepState(shape.max_rows, shape.max_blocks, shape.next_n, device, len(config.groups))
         self._ring = Ring(shape.widest, shape.next_n, device)
         size = PacketSize(rows=shape.widest, edits=shape.max_edits, tokens=shape.max_tokens)
         self._frames = Frames(size, device, upload, self.stream)
@@ -141,11 +144,20 @@ class StepEngine:
         self.graphs = GraphSet(shape.buckets, device, self.stream)
         self.submitted = self.retired = 0
 
-    def metadata(self, side: Side, rows: int, tokens: int) -> StepMetadata:
-        """The live tensors of a side, as a step of that shape sees them. For looking; the device writes them."""
-        if side not in self._live:
+    def metadata(self, side: Side, rows: int, tokens: int, group: int | None = None) -> StepMetadata:
+        """The live tensors of a side and group (its first), as a step of that shape sees them. For looking; the device
+        writes them."""
+        live = self._side_live(side)
+        chosen = live[0] if group is None else next((each for each in live if each.shape.group == group), None)
+        if chosen is None:
+            raise InvalidValue(f"no {side} layer is in group {group}; groups {[x.shape.group for x in live]} have some")
+        return chosen.views(rows, tokens)
+
+    def _side_live(self, side: Side) -> tuple[LiveSet, ...]:
+        live = self._live.get(side)
+        if live is None:
             raise InvalidValue(f"this cache has no {side} side; give CacheConfig draft_layers to have one")
-        return self._live[side].views(rows, tokens)
+        return live
 
     # construction -------------------------------------------------------------------------------------------------
 
@@ -176,7 +188,10 @@ class StepEngine:
         next_n, workspace = self._shape.next_n, self._workspaces[kind]
         with self._device.running_on(self.stream):
             self._nodes.latch(rows, tokens, self._handle)
-            binding = SideBinding(self.metadata(Side.TARGET, rows, tokens))
+            first, *others = (live.views(rows, tokens) for live in self._live[Side.TARGET])
+            for live in self._live[Side.TARGET][1:]:  # groups that the latch did not fill
+                self._nodes.derive(live, first, DerivePlan(), self._handle)
+            binding = SideBinding(first, *others)
             context = StepContext(
                 kind, binding, self._pools, workspace, next_n, max_context, self._derive, self._kernels
             )
@@ -186,9 +201,9 @@ class StepEngine:
             self._nodes.advance(rows, output.tokens, output.accepted, kind == "prefill", self._handle)
         return output
 
-    def _derive(self, side: Side, batch: StepMetadata, plan: DerivePlan) -> StepMetadata:
+    def _derive(self, side: Side, batch: StepMetadata, plan: DerivePlan) -> tuple[StepMetadata, ...]:
         self.metadata(side, batch.rows, plan.tokens(batch))  # refuses a side without layers, and a shape too large
-        return self._nodes.derive(side, batch, plan, self._handle)
+        return tuple(self._nodes.derive(live, batch, plan, self._handle) for live in self._side_live(side))
 
     # steps --------------------------------------------------------------------------------------------------------
 
@@ -245,7 +260,8 @@ class StepEngine:
         return expected, found
 
     def reset(self, length: npt.NDArray[np.int32], block_table: npt.NDArray[np.int32]) -> None:
-        """Give the device these lengths [max_rows] and tables [max_rows, max_blocks]; it then expects the next step.
+        """Give the device these lengths [max_rows] and tables [groups * max_rows, max_blocks]; it then expects the next
+        step.
 
         Every submitted step must have retired.
         """
@@ -259,14 +275,17 @@ class StepEngine:
             self._device.synchronize()
 
 
-def _live_shape(config: CacheConfig, side: Side, shape: EngineShape, device: Device) -> LiveShape:
+def _live_shape(config: CacheConfig, side: Side, group: int, shape: EngineShape, device: Device) -> LiveShape:
     return LiveShape(
         max_rows=shape.widest,
         max_tokens=shape.max_tokens,
         max_blocks=shape.max_blocks,
         block_size=config.block_size,
-        latent_scale=config.page_scale(side, Role.LATENT),
-        index_scale=config.page_scale(side, Role.INDEX_K),
+        latent_scale=config.page_scale(side, Role.LATENT, group),
+        index_scale=config.page_scale(side, Role.INDEX_K, group),
         index_layout=config.page_layout(Role.INDEX_K),
         parts=device.sm_count,
+        group=group,
+        window=config.groups[group],
+        first_line=group * shape.max_rows,
     )

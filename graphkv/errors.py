@@ -26,15 +26,19 @@ class OutOfBlocks(GraphKVError):
         retiring: blocks that become free when the steps in flight retire.
         evictable: cached blocks that could have been evicted for this call, besides the free ones.
         tier: 0 for the device, colder tiers from 1.
+        group: the layer group that is short.
     """
 
-    def __init__(self, needed: int, free: int, retiring: int = 0, evictable: int = 0, tier: int = 0) -> None:
+    def __init__(
+        self, needed: int, free: int, retiring: int = 0, evictable: int = 0, tier: int = 0, group: int = 0
+    ) -> None:
         self.needed = needed
         self.free = free
         self.retiring = retiring
         self.evictable = evictable
         self.tier = tier
-        where = f" in tier {tier}" if tier else ""
+        self.group = group
+        where = f" in tier {tier}" if tier else f" in layer group {group}" if group else ""
         cached = f", {evictable} evictable" if evictable else ""
         super().__init__(
             f"{needed} more blocks needed{where}, {free} free{cached} and {retiring} freed once the steps in flight "

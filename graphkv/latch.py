@@ -15,7 +15,7 @@ from graphkv import packet as pk
 from graphkv.device import Device
 from graphkv.kernels import Kernel, PackedArgs, load
 from graphkv.layout import Side
-from graphkv.metadata import DerivePlan, LiveSet, StepMetadata, StepState
+from graphkv.metadata import DerivePlan, LiveSet, LiveSets, StepMetadata, StepState
 
 RING_HEADER_WORDS = 8
 SCHEDULE_SPLIT = 256
@@ -26,10 +26,13 @@ class StepNodes(Protocol):
     """What a step function's frame consists of, in order: latch, the model's work, (derive for a side,) advance."""
 
     def latch(self, rows: int, tokens: int, stream: int) -> None:
-        """Accept the next packet and fill the target side's live set for `rows` rows and `tokens` query tokens."""
+        """Accept the next packet and fill the target side's first live set for `rows` rows and `tokens` query tokens.
 
-    def derive(self, side: Side, batch: StepMetadata, plan: DerivePlan, stream: int) -> StepMetadata:
-        """Fill `side`'s live set for the batch of another side's metadata, see `DerivePlan`; its views."""
+        Its first live set is that of its first layer group.
+        """
+
+    def derive(self, live: LiveSet, batch: StepMetadata, plan: DerivePlan, stream: int) -> StepMetadata:
+        """Fill a live set for the batch of another one's metadata, see `DerivePlan`; its views."""
 
     def advance(
         self, rows: int, output: torch.Tensor, accepted: torch.Tensor | None, prefill: bool, stream: int
@@ -55,22 +58,23 @@ class CudaNodes:
     """The nodes as kernels. Launch arguments are packed once a shape and kept: graphs hold what they point to.
 
     Args:
-        live: the live set of each side.
+        live: the live sets.
         device_arenas: packet arenas in device memory, even and odd frame.
         host_arenas: the frames' pinned arenas where the graph pulls the packet itself, None where the host copies it.
     """
 
     def __init__(
         self,
-        live: dict[Side, LiveSet],
+        live: LiveSets,
         state: StepState,
         ring: Ring,
         device_arenas: tuple[torch.Tensor, torch.Tensor],
         host_arenas: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
-        self._live, self._state, self._ring = live, state, ring
+        self._state, self._ring = state, ring
         self._device_arenas, self._host_arenas = device_arenas, host_arenas
-        self._structs = {side: each.struct() for side, each in live.items()}
+        self._structs = {each: each.struct() for side in live.values() for each in side}
+        self._target = self._structs[live[Side.TARGET][0]]
         self._state_struct = state.struct()
         self._words = device_arenas[0].shape[0]
         self._latch = load("latch.cu", "latch", "SSPPiii")
@@ -89,14 +93,15 @@ class CudaNodes:
         if self._host_arenas is not None:
             packed = self._args(self._pull, *self._host_arenas, *self._device_arenas, self._state_struct, self._words)
             self._pull.launch(1, 512, packed, stream)
-        target = self._structs[Side.TARGET]
-        packed = self._args(self._latch, target, self._state_struct, *self._device_arenas, rows, tokens, self._words)
+        packed = self._args(
+            self._latch, self._target, self._state_struct, *self._device_arenas, rows, tokens, self._words
+        )
         self._latch.launch(rows + 1, _THREADS, packed, stream, shared_bytes=(rows + 32) * 4)
 
-    def derive(self, side: Side, batch: StepMetadata, plan: DerivePlan, stream: int) -> StepMetadata:
+    def derive(self, live: LiveSet, batch: StepMetadata, plan: DerivePlan, stream: int) -> StepMetadata:
         rows, tokens = batch.rows, plan.tokens(batch)
         packed = self._derive.pack(
-            self._structs[side],
+            self._structs[live],
             self._state_struct,
             batch.batch_row,
             batch.query_start,
@@ -107,14 +112,14 @@ class CudaNodes:
             tokens,
         )
         self._derive.launch(rows + 1, _THREADS, packed, stream, shared_bytes=(rows + 32) * 4)
-        return self._live[side].views(rows, tokens)
+        return live.views(rows, tokens)
 
     def advance(
         self, rows: int, output: torch.Tensor, accepted: torch.Tensor | None, prefill: bool, stream: int
     ) -> None:
         taken = 0 if accepted is None else accepted
         packed = self._advance.pack(
-            self._structs[Side.TARGET],
+            self._target,
             self._state_struct,
             output,
             taken,
@@ -129,10 +134,8 @@ class CudaNodes:
 class HostNodes:
     """The nodes on CPU tensors. Same arguments as `CudaNodes`; frames are read where the host wrote them."""
 
-    def __init__(
-        self, live: dict[Side, LiveSet], state: StepState, ring: Ring, arenas: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
-        self._live, self._state, self._ring = live, state, ring
+    def __init__(self, live: LiveSets, state: StepState, ring: Ring, arenas: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._target, self._state, self._ring = live[Side.TARGET][0], state, ring
         self._frames = [arena.numpy() for arena in arenas]
         self._weights = pk.checksum_weights(arenas[0].shape[0])
 
@@ -147,7 +150,7 @@ class HostNodes:
         return (int(np.dot(words, self._weights[:used])) - own) % 2**32 == int(words[pk.CHECKSUM])
 
     def latch(self, rows: int, tokens: int, stream: int) -> None:
-        state, target = self._state, self._live[Side.TARGET]
+        state, target = self._state, self._target
         step = (int(state.step[0]) + 1) & pk.STEP_MASK
         frame = self._frames[step & 1]
         live = {name: tensor.numpy() for name, tensor in target.views(rows, tokens).tensors().items()}
@@ -197,10 +200,10 @@ class HostNodes:
         left = self._state.next_tokens.numpy()[records[owner, pk.ROW], np.minimum(within, self._state.next_n - 1)]
         live["token_ids"][:query_tokens] = np.where(offset >= 0, supplied, left)
 
-    def derive(self, side: Side, batch: StepMetadata, plan: DerivePlan, stream: int) -> StepMetadata:
+    def derive(self, live: LiveSet, batch: StepMetadata, plan: DerivePlan, stream: int) -> StepMetadata:
         rows, tokens = batch.rows, plan.tokens(batch)
-        views = self._live[side].views(rows, tokens)
-        live = {name: tensor.numpy() for name, tensor in views.tensors().items()}
+        views = live.views(rows, tokens)
+        arrays = {name: tensor.numpy() for name, tensor in views.tensors().items()}
         row = batch.batch_row.numpy().copy()
         taken = 0 if plan.accepted is None else plan.accepted.numpy()
         length = np.where(row >= 0, self._state.length.numpy()[row] + taken + plan.shift, 0).astype(np.int64)
@@ -208,7 +211,7 @@ class HostNodes:
         if plan.query_len:
             starts = np.arange(rows + 1, dtype=np.int64) * plan.query_len
         owner = np.minimum(np.arange(tokens) // self._state.next_n, rows - 1)
-        _derive_live(self._live[side], live, self._state, row, length, starts, owner)
+        _derive_live(live, arrays, self._state, row, length, starts, owner)
         return views
 
     def advance(
@@ -219,7 +222,7 @@ class HostNodes:
             return
         line = int(state.step[0]) & 1
         ring.header[line][0] = state.step[0]
-        live = self._live[Side.TARGET].views(rows, self._live[Side.TARGET].shape.max_tokens)
+        live = self._target.views(rows, self._target.shape.max_tokens)
         batch, starts = live.batch_row.numpy(), live.query_start.numpy()
         query_len = starts[1:] - starts[:-1]
         raw = query_len if accepted is None else accepted.numpy()
@@ -258,7 +261,7 @@ def _derive_live(
     live["batch_row"][:] = batch
     live["query_start"][:] = starts
     live["seq_len"][:] = seq_len
-    table = state.block_table.numpy()[np.where(alive, batch, 0)]
+    table = state.block_table.numpy()[shape.first_line + np.where(alive, batch, 0)]
     filled = np.arange(shape.max_blocks) < -(-seq_len // shape.block_size)[:, None]
     ids = np.where(filled, table, 0)
     live["latent_page_table"][:] = ids * shape.latent_scale
@@ -271,6 +274,8 @@ def _derive_live(
     column = position // shape.block_size
     write = (token < starts[-1]) & alive[row] & (column < shape.max_blocks)
     block = table[row, np.clip(column, 0, shape.max_blocks - 1)].astype(np.int64)
+    store = write & (block > 0)
+    index = store & (shape.index_scale > 0)
     offset = position % shape.block_size
     page = block * shape.index_scale
     layout = shape.index_layout
@@ -278,11 +283,11 @@ def _derive_live(
     live["position"][:] = np.where(write, position, 0)
     live["token_row"][:] = row
     live["context_len"][:] = np.where(write, position + 1, 0)
-    live["latent_slot"][:] = np.where(write, block * shape.latent_scale * shape.block_size + offset, -1)
-    live["index_slot"][:] = np.where(write, page * shape.block_size + offset, -1)
-    live["index_value_offset"][:] = np.where(write, base + offset * layout.value_bytes, -1)
+    live["latent_slot"][:] = np.where(store, block * shape.latent_scale * shape.block_size + offset, -1)
+    live["index_slot"][:] = np.where(index, page * shape.block_size + offset, -1)
+    live["index_value_offset"][:] = np.where(index, base + offset * layout.value_bytes, -1)
     scale_at = base + shape.block_size * layout.value_bytes + offset * layout.scale_bytes
-    live["index_scale_offset"][:] = np.where(write & (layout.scale_bytes > 0), scale_at, -1)
+    live["index_scale_offset"][:] = np.where(index & (layout.scale_bytes > 0), scale_at, -1)
     live["schedule"][:] = _schedule(seq_len, shape.parts)
 
 

@@ -17,6 +17,7 @@ import torch
 from graphkv.device import Device
 from graphkv.errors import InvalidValue
 from graphkv.layout import PageLayout, Side
+from graphkv.window import Window
 
 TABLE_COLUMN_MULTIPLE = 4
 """Tables are read and written in 16-byte pieces."""
@@ -24,12 +25,15 @@ TABLE_COLUMN_MULTIPLE = 4
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """Live tensors of one side for R batch rows (padded ones included) and T query tokens.
+    """Live tensors of one side and layer group for R batch rows (padded ones included) and T query tokens.
 
-    A padded row has length 0, row -1, slots -1 and null pages; kernels test for that and write nothing.
+    A padded row has length 0, row -1, slots -1 and null pages; kernels test for that and write nothing. So does a token
+    whose position has no block. In a group with a window, pages that no query can read any more are null.
     """
 
     side: Side
+    group: int  # of `CacheConfig.groups`
+    window: Window | None  # what the group's layers read; None for everything
     rows: int
     tokens: int
     token_ids: torch.Tensor  # i64 [T], 0 padded
@@ -40,7 +44,7 @@ class StepMetadata:
     seq_len: torch.Tensor  # i32 [R], tokens readable in this step, its own included; 0 padded
     context_len: torch.Tensor  # i32 [T], position + 1; 0 padded
     latent_slot: torch.Tensor  # i64 [T], token slot in a layer's latent view, -1 = do not write
-    index_slot: torch.Tensor  # i64 [T], token slot in a layer's index_k view, -1 = do not write
+    index_slot: torch.Tensor  # i64 [T], token slot in a layer's index_k view, -1 = do not write, or no index_k
     index_value_offset: torch.Tensor  # i64 [T], byte of the token's values in a layer's index_k view, -1 padded
     index_scale_offset: torch.Tensor  # i64 [T], byte of its scales, -1 padded or where the format has none
     latent_page_table: torch.Tensor  # i32 [R, max_blocks], 0 (null page) past the row's tokens
@@ -80,9 +84,11 @@ class LiveShape:
         max_tokens: most query tokens.
         max_blocks: columns of the block table, a multiple of 4.
         block_size: tokens a block.
-        latent_scale, index_scale: pages a block in the side's pools.
+        latent_scale, index_scale: pages a block in the pools of its side and group; index_scale may be 0.
         index_layout: bytes of an index_k page.
         parts: workers of the schedule (multiprocessors of the device).
+        group, window: see `StepMetadata`.
+        first_line: where the group's lines of the block table begin.
     """
 
     max_rows: int
@@ -93,6 +99,9 @@ class LiveShape:
     index_scale: int
     index_layout: PageLayout
     parts: int
+    group: int = 0
+    window: Window | None = None
+    first_line: int = 0
 
 
 class LiveSetStruct(ctypes.Structure):
@@ -105,12 +114,12 @@ class LiveSetStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("latent_page_table", "index_page_table", "live_columns", "schedule")),
         ("arrivals", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("max_blocks", "block_shift", "latent_scale", "index_scale")),
-        *((name, ctypes.c_int32) for name in ("index_value_bytes", "index_scale_bytes", "parts", "_pad")),
+        *((name, ctypes.c_int32) for name in ("index_value_bytes", "index_scale_bytes", "parts", "first_line")),
     )
 
 
 class LiveSet:
-    """All live tensors of one side at their full size, zero or padded until the first latch."""
+    """All live tensors of one side and group at their full size, zero or padded until the first latch."""
 
     def __init__(self, side: Side, shape: LiveShape, device: Device) -> None:
         self.side = side
@@ -152,7 +161,7 @@ class LiveSet:
             ends |= dict.fromkeys(("batch_row", "seq_len", "latent_page_table", "index_page_table"), rows)
             ends |= {"query_start": rows + 1, "schedule": shape.parts + 1}
             cut = {name: tensor[: ends[name]] for name, tensor in self._full.items()}
-            self._views[key] = StepMetadata(side=self.side, rows=rows, tokens=tokens, **cut)
+            self._views[key] = StepMetadata(self.side, shape.group, shape.window, rows, tokens, **cut)
         return self._views[key]
 
     def struct(self) -> LiveSetStruct:
@@ -170,7 +179,12 @@ class LiveSet:
             index_value_bytes=shape.index_layout.value_bytes,
             index_scale_bytes=shape.index_layout.scale_bytes,
             parts=shape.parts,
+            first_line=shape.first_line,
         )
+
+
+LiveSets = Mapping[Side, tuple[LiveSet, ...]]
+"""Of each side, one for each of its layer groups, ascending."""
 
 
 class StepStateStruct(ctypes.Structure):
@@ -186,19 +200,23 @@ class StepStateStruct(ctypes.Structure):
 class StepState:
     """Device-resident state, edited by packets and advanced by replays. `fault` is host memory the device writes.
 
+    Attributes:
+        block_table: i32 [groups * rows, max_blocks]; line g * rows + r is row r's in group g.
+
     Args:
         rows: rows of the per-sequence tables.
         max_blocks: columns of the block table.
         next_n: query tokens a row and decode step.
+        groups: layer groups.
     """
 
-    def __init__(self, rows: int, max_blocks: int, next_n: int, device: Device) -> None:
+    def __init__(self, rows: int, max_blocks: int, next_n: int, device: Device, groups: int = 1) -> None:
         self.next_n = next_n
         self.step = device.zeros(1, torch.int32)
         self.healthy = device.zeros(1, torch.int32)
         self.fault = device.pinned(4, torch.int32)
         self.length = device.zeros(rows, torch.int32)
-        self.block_table = device.zeros((rows, max_blocks), torch.int32)
+        self.block_table = device.zeros((groups * rows, max_blocks), torch.int32)
         self.next_tokens = device.zeros((rows, next_n), torch.int32)
 
     def struct(self) -> StepStateStruct:
@@ -209,30 +227,39 @@ class StepState:
 
 
 class SideBinding:
-    """Which side's live set the name `current` means while a step function runs.
+    """Which side's live sets the names `current` and `group` mean while a step function runs.
 
     A captured graph holds addresses, not names: rebinding while capturing makes the two parts of one graph bake the
     two sides' addresses; rebinding at any other time would redirect nothing and is refused.
     """
 
-    def __init__(self, target: StepMetadata) -> None:
+    def __init__(self, *target: StepMetadata) -> None:
         self._sides = {Side.TARGET: target}
         self._current = Side.TARGET
         self._open = False
 
     @property
     def current(self) -> StepMetadata:
-        return self._sides[self._current]
+        """The live set of the current side's first group."""
+        return self._sides[self._current][0]
+
+    @property
+    def current_side(self) -> Side:
+        return self._current
+
+    def group(self, group: int) -> StepMetadata:
+        """The current side's live set of `group`."""
+        return next(metadata for metadata in self._sides[self._current] if metadata.group == group)
 
     def of(self, side: Side) -> StepMetadata:
-        """The live set of `side`, whichever is current."""
+        """The live set of `side`'s first group, whichever side is current."""
         if side not in self._sides:
             raise InvalidValue(f"the {side} side has no live set in this step yet; derive it first: step.derive(...)")
-        return self._sides[side]
+        return self._sides[side][0]
 
-    def bind(self, side: Side, metadata: StepMetadata) -> None:
-        """`side` was derived: from now on its name means `metadata`."""
-        self._sides[side] = metadata
+    def bind(self, *metadata: StepMetadata) -> None:
+        """A side was derived: from now on its name means these, one for each of its groups."""
+        self._sides[metadata[0].side] = metadata
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:

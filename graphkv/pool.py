@@ -1,13 +1,15 @@
-"""Pools own bytes and decide nothing: one allocation a (side, role), with the pages of all its layers coalesced.
+"""Pools own bytes and decide nothing: one allocation a (group, side, role), the pages of all its layers coalesced.
 
 Inside a block the layers' pages stand side by side, so one block id, scaled by the pool's page scale, serves every
 layer: seen from its own base a layer's page is `block_id * page_scale`. Addresses are fixed for the pool's life, also
 where the pool grows and shrinks: it then reserves the addresses of its largest size, and views cover all of them.
+
+Layers of different windows are different groups (`CacheConfig.groups`), with block ids of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -110,54 +112,77 @@ class Pool:
 
 
 class Pools:
-    """All pools of a cache, target and draft sides. A block id means the same block in each of them.
+    """All pools of a cache, target and draft sides. A block id means the same block in each pool of its group.
+
+    Attributes:
+        num_blocks: blocks of group 0, the null block included.
 
     Args:
         config: the cache's layers and formats.
         num_blocks: blocks in each pool, the null block included.
         max_blocks_reserved: blocks to reserve addresses for, so that `resize` can grow the pools; None for fixed pools.
+        window_blocks: blocks in each pool of group 1 and those that follow, likewise; their number stays as it is.
     """
 
     def __init__(
-        self, config: CacheConfig, num_blocks: int, device: Device, max_blocks_reserved: int | None = None
+        self,
+        config: CacheConfig,
+        num_blocks: int,
+        device: Device,
+        max_blocks_reserved: int | None = None,
+        *,
+        window_blocks: Sequence[int] = (),
     ) -> None:
         self.config = config
         self.num_blocks = num_blocks
-        self._pools: dict[tuple[Side, Role], Pool] = {}
+        check_window_blocks(config, window_blocks)
+        self._pools: dict[tuple[int, Side, Role], Pool] = {}
         self._views: dict[tuple[Side, Role, int], torch.Tensor] = {}
+        for group, blocks in enumerate((num_blocks, *window_blocks)):
+            reserved = None if group else max_blocks_reserved
+            for side in config.sides:
+                for role in Role:
+                    if scale := config.page_scale(side, role, group):
+                        pool = Pool(config.page_layout(role), scale, blocks, device, reserved)
+                        self._pools[group, side, role] = pool
         for side in config.sides:
-            for role in Role:
-                layout, scale = config.page_layout(role), config.page_scale(side, role)
-                self._pools[side, role] = Pool(layout, scale, num_blocks, device, max_blocks_reserved)
-                for layer, spec in enumerate(config.side_layers(side)):
+            for layer, spec in enumerate(config.side_layers(side)):
+                for role in Role:
                     if spec.owns(role):
-                        offset = config.layer_offset(side, role, layer)
-                        self._views[side, role, layer] = self._pools[side, role].layer_view(offset)
+                        pool = self._pools[config.group_of(side, layer), side, role]
+                        self._views[side, role, layer] = pool.layer_view(config.layer_offset(side, role, layer))
 
-    def pool(self, side: Side, role: Role) -> Pool:
-        if (side, role) not in self._pools:
+    def pool(self, side: Side, role: Role, group: int = 0) -> Pool:
+        if side not in self.config.sides:
             raise InvalidValue(f"this cache has no {side} side; give CacheConfig draft_layers to have one")
-        return self._pools[side, role]
+        if (group, side, role) not in self._pools:
+            raise InvalidValue(f"no {side} layer of group {group} owns {role} bytes, so there is no pool of them")
+        return self._pools[group, side, role]
+
+    def of_group(self, group: int) -> list[Pool]:
+        """The pools of one group, in which a block id means the same block."""
+        return [pool for (owner, _, _), pool in self._pools.items() if owner == group]
 
     def view(self, side: Side, role: Role, layer: int) -> torch.Tensor:
         """The page view of one layer, see `Pool.layer_view`; the same tensor on every call."""
         view = self._views.get((side, role, layer))
         if view is None:
-            self.pool(side, role)
+            if side not in self.config.sides:
+                self.pool(side, role)  # raises
             self.config.layer_offset(side, role, layer)  # raises, saying whether the layer or the role is missing
             raise AssertionError(f"no view of {side} {role} layer {layer}")
         return view
 
-    def page_scale(self, side: Side, role: Role) -> int:
-        return self.pool(side, role).page_scale
+    def page_scale(self, side: Side, role: Role, group: int = 0) -> int:
+        return self.pool(side, role, group).page_scale
 
     @property
     def reserved_blocks(self) -> int:
         """The most blocks that `resize` can give; `num_blocks` for fixed pools."""
-        return next(iter(self)).reserved_blocks
+        return next((pool.reserved_blocks for pool in self.of_group(0)), self.num_blocks)
 
     def resize(self, num_blocks: int, in_use: Callable[[int], int]) -> None:
-        """Have `num_blocks` blocks in every pool, at the same addresses: captured graphs stay valid.
+        """Have `num_blocks` blocks in every pool of group 0, at the same addresses: captured graphs stay valid.
 
         The bytes of new blocks are undefined.
 
@@ -177,7 +202,7 @@ class Pools:
             )
         grown: list[Pool] = []
         try:
-            for pool in self:
+            for pool in self.of_group(0):
                 pool.resize(num_blocks)
                 grown.append(pool)
         except OutOfMemory:
@@ -193,6 +218,16 @@ class Pools:
     def num_bytes(self) -> int:
         """Bytes allocated in all pools."""
         return sum(pool.num_bytes for pool in self._pools.values())
+
+
+def check_window_blocks(config: CacheConfig, window_blocks: Sequence[int]) -> None:
+    """`InvalidValue` unless there is a number of blocks for each group with a window."""
+    windows = config.groups[1:]
+    if len(window_blocks) != len(windows):
+        raise InvalidValue(
+            f"window_blocks must have one number of blocks for each of {len(windows)} groups with a window, got "
+            f"{list(window_blocks)}; see CacheSize.split"
+        )
 
 
 def _check_size(layout: PageLayout, page_scale: int, num_blocks: int, reserved: int) -> None:

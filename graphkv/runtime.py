@@ -15,16 +15,17 @@ from graphkv.frames import Upload
 from graphkv.layout import Side
 from graphkv.loop.demands import check_demands
 from graphkv.loop.moving import MovingVerbs
-from graphkv.manager.v2 import ManagerV2, V2Options
+from graphkv.manager.v2 import V2Options
+from graphkv.manager.windowed import build_manager
 from graphkv.metadata import StepMetadata
 from graphkv.pool import NULL_BLOCK, Pools
 from graphkv.selection.requirements import Requirements
-from graphkv.sizing import CacheSize
 from graphkv.stats import RuntimeStats
 from graphkv.step import StepModel
 from graphkv.tiers.copies import BlockCopies
 from graphkv.tiers.hierarchy import ColdTiers, TierOptions
 from graphkv.transfer import DEVICE, CopyJob
+from graphkv.window_sizing import GroupLoad, choose_blocks
 
 
 class DecodeRuntime(MovingVerbs):
@@ -38,7 +39,10 @@ class DecodeRuntime(MovingVerbs):
         max_seq_len: tokens of the longest sequence; the block table also reserves the columns that next_n and draft
             steps can reach.
         num_blocks, memory_bytes: size of the pools, by blocks (null block included) or by a budget for their bytes;
-            give one of them.
+            give one of them. With windows num_blocks is that of the layers without one.
+        window_blocks: blocks of each layer group with a window (null block included), for num_blocks; by default so
+            many that no step lacks any.
+        rewind_room: tokens behind the windows that stay readable, see `WindowedManager`.
         max_num_blocks: blocks that `grow` can reach: addresses for them are reserved. None fixes the pools' size.
         buckets: batch sizes to capture; by default powers of two up to max_rows, and max_rows.
         next_n: query tokens a row and decode step (1 + draft tokens).
@@ -63,6 +67,8 @@ class DecodeRuntime(MovingVerbs):
         max_seq_len: int,
         num_blocks: int | None = None,
         memory_bytes: int | None = None,
+        window_blocks: AbstractSequence[int] | None = None,
+        rewind_room: int = 0,
         max_num_blocks: int | None = None,
         buckets: AbstractSequence[int] | None = None,
         next_n: int = 1,
@@ -83,7 +89,14 @@ class DecodeRuntime(MovingVerbs):
             next_n=next_n,
             prefill_chunk=prefill_chunk,
         )
-        num_blocks = CacheSize.of(config).num_blocks(num_blocks, memory_bytes)
+        load = GroupLoad(
+            rows=max_rows,
+            longest=max_seq_len,
+            next_n=next_n + shape.lookahead,
+            prefill_chunk=prefill_chunk,
+            rewind_room=rewind_room,
+        )
+        num_blocks, *window_blocks = choose_blocks(config, num_blocks, memory_bytes, window_blocks, load)
         device = Device.of(device)
         setting = check_demands(
             config,
@@ -104,12 +117,15 @@ class DecodeRuntime(MovingVerbs):
         }
         self._can_grow = max_num_blocks is not None
         with device.guard():
-            self.pools = Pools(config, num_blocks, device, max_num_blocks)
+            self.pools = Pools(config, num_blocks, device, max_num_blocks, window_blocks=window_blocks)
             kernels = setting.requirements.kernels
             engine = StepEngine(config, self.pools, model, shape, device, mode, upload, kernels)
             cold = None if tiers is None else ColdTiers(tiers, self.pools, device, engine.stream)
             options.update(_tier_options(cold))
-            manager = ManagerV2(
+            manager = build_manager(
+                [window for window in config.groups if window is not None],
+                window_blocks,
+                rewind_room,
                 num_blocks=num_blocks,
                 block_size=config.block_size,
                 max_rows=max_rows,
@@ -120,7 +136,8 @@ class DecodeRuntime(MovingVerbs):
             copies = BlockCopies(self.pools, None, device)
             super().__init__(config, device, manager, engine, shape, copies, max_seq_len, cold)
             warm = CopyJob(DEVICE, NULL_BLOCK, DEVICE, NULL_BLOCK + 1, config.block_size)
-            self._submitter.copy([warm])  # what it needs is compiled now
+            groups = range(len(config.groups))
+            self._submitter.copy([warm._replace(group=group) for group in groups])  # what it needs is compiled now
 
     # growth ---------------------------------------------------------------------------------------------------------
 
@@ -177,9 +194,12 @@ class DecodeRuntime(MovingVerbs):
         """Nodes of the captured graph of each bucket, 0 on the CPU device."""
         return self._engine.graphs.nodes
 
-    def metadata(self, rows: int, side: Side = Side.TARGET) -> StepMetadata:
-        """The live tensors that a decode step of bucket `rows` reads. For looking; the device writes them."""
-        return self._engine.metadata(side, rows, rows * self.next_n)
+    def metadata(self, rows: int, side: Side = Side.TARGET, group: int | None = None) -> StepMetadata:
+        """The live tensors that a decode step of bucket `rows` reads, by default those of the side's first layer group.
+
+        For looking; the device writes them.
+        """
+        return self._engine.metadata(side, rows, rows * self.next_n, group)
 
     def check(self) -> None:
         """`AssertionError` with the facts if an invariant of the host's state is broken; it reads everything."""

@@ -1,6 +1,6 @@
 """What a cache costs in bytes: per token and per block, by side, role and layer; and how many blocks a budget holds.
 
-Every number here equals what `graphkv.pool` allocates: one pool per (side, role) of
+Every number here equals what `graphkv.pool` allocates: one pool per (group, side, role) of
 `num_blocks * page_scale * page_bytes` bytes, the null block included. Nothing is measured and no memory is read.
 """
 
@@ -21,6 +21,7 @@ class PageSize:
     Attributes:
         token_bytes: bytes a token (values and scales).
         page_bytes: bytes a block, this layer's share.
+        group: the layer's group, see `CacheConfig.groups`.
     """
 
     side: Side
@@ -28,6 +29,7 @@ class PageSize:
     layer: int
     token_bytes: int
     page_bytes: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +49,36 @@ class CacheSize:
         """The size of the cache of `config`."""
         return cls(config.block_size, tuple(_pages(config)))
 
-    def token_bytes(self, side: Side | None = None, role: Role | None = None, layer: int | None = None) -> int:
-        """Bytes of one token, over all pages or over those of one side, role and layer."""
-        return sum(page.token_bytes for page in self._select(side, role, layer))
+    def token_bytes(
+        self, side: Side | None = None, role: Role | None = None, layer: int | None = None, group: int | None = None
+    ) -> int:
+        """Bytes of one token, over all pages or over those of one side, role, layer and group."""
+        return sum(page.token_bytes for page in self._select(side, role, layer, group))
 
-    def block_bytes(self, side: Side | None = None, role: Role | None = None, layer: int | None = None) -> int:
-        """Bytes of one block, over all pages or over those of one side, role and layer."""
-        return sum(page.page_bytes for page in self._select(side, role, layer))
+    def block_bytes(
+        self, side: Side | None = None, role: Role | None = None, layer: int | None = None, group: int | None = None
+    ) -> int:
+        """Bytes of one block, over all pages or over those of one side, role, layer and group."""
+        return sum(page.page_bytes for page in self._select(side, role, layer, group))
 
-    def pool_bytes(self, num_blocks: int, side: Side | None = None, role: Role | None = None) -> int:
-        """Bytes of the pools of `num_blocks` blocks (the null block included), of all or of one side and role."""
+    def pool_bytes(
+        self, num_blocks: int, side: Side | None = None, role: Role | None = None, group: int | None = None
+    ) -> int:
+        """Bytes of pools of `num_blocks` blocks (the null block included), of all or of one side, role and group."""
         if num_blocks < 2:
             raise InvalidValue(f"num_blocks must be at least 2 (the null block and one to hand out), got {num_blocks}")
-        return num_blocks * self.block_bytes(side, role)
+        return num_blocks * self.block_bytes(side, role, group=group)
 
     def blocks_for(self, memory_bytes: int) -> int:
-        """The most blocks (the null block included) whose pools fit in `memory_bytes`; `InvalidValue` below 2."""
+        """The most blocks (the null block included) whose pools fit in `memory_bytes`; `InvalidValue` below 2.
+
+        With layers of several windows there is no one number: see `graphkv.window_sizing.split`.
+        """
+        if any(page.group for page in self.pages):
+            raise InvalidValue(
+                "layers with a window have a number of blocks of their own, so memory_bytes alone gives none; use "
+                "graphkv.window_sizing.split"
+            )
         num_blocks = memory_bytes // self.block_bytes()
         if num_blocks < 2:
             raise InvalidValue(
@@ -86,9 +102,10 @@ class CacheSize:
             raise InvalidValue(f"tokens must be at least 1, got {tokens}")
         return 1 + -(-tokens // self.block_size)
 
-    def _select(self, side: Side | None, role: Role | None, layer: int | None) -> Iterator[PageSize]:
+    def _select(self, side: Side | None, role: Role | None, layer: int | None, group: int | None) -> Iterator[PageSize]:
         for page in self.pages:
-            if side in (None, page.side) and role in (None, page.role) and layer in (None, page.layer):
+            where = side in (None, page.side) and group in (None, page.group)
+            if where and role in (None, page.role) and layer in (None, page.layer):
                 yield page
 
 
@@ -98,4 +115,5 @@ def _pages(config: CacheConfig) -> Iterator[PageSize]:
             layout = config.page_layout(role)
             for layer, spec in enumerate(config.side_layers(side)):
                 if spec.owns(role):
-                    yield PageSize(side, role, layer, layout.token_bytes, layout.page_bytes)
+                    group = config.group_of(side, layer)
+                    yield PageSize(side, role, layer, layout.token_bytes, layout.page_bytes, group)

@@ -89,7 +89,7 @@ class StepContext:
         workspace: Workspace,
         next_n: int,
         max_context: int,
-        derive: Callable[[Side, StepMetadata, DerivePlan], StepMetadata],
+        derive: Callable[[Side, StepMetadata, DerivePlan], tuple[StepMetadata, ...]],
         kernels: KernelChoice = OWN_KERNELS,
     ) -> None:
         self.kind = kind
@@ -105,8 +105,16 @@ class StepContext:
 
     @property
     def metadata(self) -> StepMetadata:
-        """The current side's live tensors: the target's, unless inside `with step.side(Side.DRAFT)`."""
+        """The current side's live tensors: the target's, unless inside `with step.side(Side.DRAFT)`.
+
+        Slots and page tables are those of the side's first layer group. A model with windows asks `metadata_for`.
+        """
         return self._binding.current
+
+    def metadata_for(self, layer: int) -> StepMetadata:
+        """The current side's live tensors of the group that its layer `layer` is in. Layers without a window, and those
+        of one window, share them; all groups agree in everything but slots, page tables and window."""
+        return self._binding.group(self.pools.config.group_of(self._binding.current_side, layer))
 
     def side(self, side: Side) -> contextlib.AbstractContextManager[StepMetadata]:
         """Makes `side` current inside the block, see `SideBinding`."""
@@ -115,23 +123,25 @@ class StepContext:
     def derive(
         self, side: Side, query_len: int = 0, *, shift: int = 0, accepted: torch.Tensor | None = None
     ) -> StepMetadata:
-        """Fill a side's live set in-graph from the target's batch, e.g. the draft side's after acceptance.
+        """Fill a side's live sets in-graph from the target's batch, e.g. the draft side's after acceptance.
 
         Args:
             side: which; its layers must be in the config.
             query_len: query tokens a row; 0 mirrors the target side's token for token.
             shift, accepted: the query tokens begin at position length + accepted + shift of each row. `accepted` is
-                int32 [rows] on the step's device.
+                int32 [rows] on the step's device. A decode step has blocks up to `CacheConfig.draft_lookahead` tokens
+                past those that its next_n query tokens can reach.
 
         Returns:
-            The side's live tensors, also current inside `with step.side(side)`. Token ids are left to the caller.
+            The side's live tensors, also current inside `with step.side(side)`. Token ids are left to the caller, in
+            its first group.
         """
         if accepted is not None and (accepted.dtype != torch.int32 or tuple(accepted.shape) != (self.rows,)):
             raise InvalidValue(f"accepted must be int32 [{self.rows}], got {accepted.dtype} {list(accepted.shape)}")
         batch = self._binding.of(Side.TARGET)
         metadata = self._derive(side, batch, DerivePlan(query_len, shift, accepted))
-        self._binding.bind(side, metadata)
-        return metadata
+        self._binding.bind(*metadata)
+        return metadata[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class CopyJob(NamedTuple):
         source_tier, source: where its bytes are.
         target_tier, target: where they go; nothing else reads or writes that slot until the job ended.
         tokens: how many of its leading tokens matter, block_size for all; copying more is allowed.
+        group: the layer group whose block it is.
     """
 
     source_tier: int
@@ -33,6 +34,7 @@ class CopyJob(NamedTuple):
     target_tier: int
     target: int
     tokens: int
+    group: int = 0
 
 
 class BlockMover(Protocol):

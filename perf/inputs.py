@@ -163,6 +163,21 @@ def topk(rows: int, context: int, device: str, narrow: bool = False) -> Inputs:
     return Inputs(calls, num_bytes)
 
 
+def window_slots(rows: int, window: int, device: str) -> Inputs:
+    """The window's slots of rows of twice as many tokens."""
+    context = 2 * window
+    num_bytes = rows * (4 * window + 4 * window // PAGE)
+    sets = sets_for(num_bytes, device, 400)
+    tables = page_tables(65536, 1, rows, context // PAGE, device)[0]
+    token_row = torch.arange(rows, dtype=torch.int32, device=device)
+    context_len = torch.full((rows,), context, dtype=torch.int32, device=device)
+    slot = torch.empty((sets, rows, window), dtype=torch.int32, device=device)
+    calls = [
+        lambda i=i: ops.window_slots(context_len, tables, token_row, PAGE, window, 0, slot[i]) for i in range(sets)
+    ]
+    return Inputs(calls, num_bytes)
+
+
 def sparse_mla_decode(rows: int, heads: int, device: str, pool_pages: int = 16384) -> Inputs:
     num_bytes = rows * (TOPK * (LATENT_BYTES + 4) + heads * 2 * (RANK + ROPE + RANK))
     sets = sets_for(num_bytes, device)

@@ -113,6 +113,13 @@ def test_topk(benchmark: Any, size: str, rows: int, context: int, peer: float | 
 
 
 @pytest.mark.parametrize(
+    ("size", "rows", "peer"), sizes(("cpu", 2, None), ("1", 1, None), ("64", 64, None), ("256", 256, None))
+)
+def test_window_slots(benchmark: Any, size: str, rows: int, peer: float | None) -> None:
+    measure(benchmark, "window_slots 4096", size, inputs.window_slots(rows, 4096, device_of(size)), peer)
+
+
+@pytest.mark.parametrize(
     ("size", "rows", "heads", "peer"),
     sizes(("cpu", 1, 4, None), ("1", 1, 128, 19.1), ("32", 32, 128, 68.6), ("128", 128, 128, 206.6)),
 )

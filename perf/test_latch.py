@@ -67,7 +67,7 @@ class LatchWorld:
         self.stream = device.stream()
         layout = index_k_layout(IndexKFormat.FP8, 128, BLOCK_SIZE)
         shape = LiveShape(rows, rows * next_n, columns, BLOCK_SIZE, LAYERS, LAYERS, layout, device.sm_count)
-        self.live = {Side.TARGET: LiveSet(Side.TARGET, shape, device)}
+        self.live = {Side.TARGET: (LiveSet(Side.TARGET, shape, device),)}
         self.state = StepState(rows + 8, columns, next_n, device)
         ring = Ring(rows, next_n, device)
         size = pk.PacketSize(rows=rows, edits=rows, tokens=rows * next_n)

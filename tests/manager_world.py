@@ -1,6 +1,7 @@
 """A manager and its plain model, driven by operations that any source of choices can make.
 
 Steps write tags (see `manager_model`) through the table that the device has by then; copies and transfers move them.
+Layer groups with a window have tables and bytes of their own; what their queries read is looked at in every step.
 After each operation every ready row must read its own tags, and nothing that was refused may have changed anything.
 """
 
@@ -17,7 +18,9 @@ from manager_model import Bytes, FakeMover, ModelSequence
 from graphkv.errors import InvalidValue, OutOfBlocks, OutOfRows
 from graphkv.manager.prefix import Scope
 from graphkv.manager.retention import Keep, Retention
-from graphkv.manager.v2 import ManagerV2, RowState
+from graphkv.manager.v2 import RowState
+from graphkv.manager.windowed import WindowedManager, build_manager
+from graphkv.window import Window
 
 SCOPES = [Scope(), Scope(), Scope(), Scope(salt=""), Scope(lora="")]
 RETENTIONS = [Retention(), Retention((Keep(0, 2, 90, 5.0), Keep(3, None, 10))), Retention(default=50)]
@@ -36,11 +39,19 @@ class World:
         max_rows: int = 4,
         max_blocks: int = 6,
         max_edits: int = 20,
+        windows: tuple[Window, ...] = (),
+        window_blocks: tuple[int, ...] = (),
+        rewind_room: int = 0,
+        prefix_caching: bool = True,
     ) -> None:
-        self.memory = Bytes(block_size)
+        self.memories = [Bytes(block_size) for _ in (None, *windows)]
+        self.memory, self.windows, self.max_rows = self.memories[0], windows, max_rows
         self.mover = FakeMover(self.memory)
         self.now = 0.0
-        self.manager = ManagerV2(
+        self.manager = build_manager(
+            windows,
+            window_blocks,
+            rewind_room,
             num_blocks=num_blocks,
             block_size=block_size,
             max_rows=max_rows,
@@ -49,18 +60,20 @@ class World:
             tier_slots=tiers,
             mover=self.mover if tiers else None,
             clock=lambda: self.now,
+            prefix_caching=prefix_caching,
             event_capacity=100_000,
         )
         self.tiers, self.block_size, self.num_blocks = tiers, block_size, num_blocks
         self.sequences: dict[int, ModelSequence] = {}
         self.step = 0
-        # Of unretired steps: (sequence, tokens fed before, credited, accepted), and the owner of each block they touch.
+        # Of unretired steps: (sequence, tokens fed before, credited, accepted), and the owner of each (group, block)
+        # that they touch.
         self.flight: dict[int, list[tuple[ModelSequence, int, int, int]]] = {}
-        self.touched: dict[int, dict[int, tuple[int, int]]] = {}
-        self.device = np.zeros((max_rows, max_blocks), np.int32)  # the table that steps see
+        self.touched: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
+        self.device = np.zeros_like(self.manager.table.ids)  # the tables that steps see
         self.edits = np.zeros((max_edits, 3), np.int32)
         self.events = 0
-        self.findable: dict[tuple[int, int], bytes] = {}
+        self.findable: dict[tuple[int, int, int], bytes] = {}  # by group, tier and slot
         self.counts: dict[str, int] = {}
         self.loading: set[int] = set()
 
@@ -91,7 +104,9 @@ class World:
 
     def snapshot(self) -> tuple[object, ...]:
         m = self.manager
-        arrays = (m.block_table, m.length, m.blocks_held, m.serial, m.is_open, m.is_ready, m.blocks.refs)
+        arrays = [m.table.ids, m.length, m.blocks_held, m.serial, m.is_open, m.is_ready, m.blocks.refs]
+        if isinstance(m, WindowedManager):
+            arrays += [array for g in m.windows for array in (g.first, g.due_at, g.blocks.refs)]
         stats = m.stats()
         stats = replace(stats, tiers=tuple(tier._replace(peak_held=0) for tier in stats.tiers))  # a look in holds
         return (stats, *(array.tobytes() for array in arrays))
@@ -99,16 +114,29 @@ class World:
     def flush(self) -> None:
         """What a step does first: copies in order, then the edits of its packet."""
         for job in self.manager.take_copies(self.step + 1):
-            self.must_be_unused(job.target, None)
-            self.memory.copy(job)
-            self.count("copy")
+            self.must_be_unused(job.target, None, job.group)
+            self.memories[job.group].copy(job)
+            self.count(f"copy in group {job.group}" if job.group else "copy")
         for row, column, block in self.edits[: self.manager.take_edits(self.edits)].tolist():
             self.device[row, column] = block
 
-    def must_be_unused(self, block: int, owner: tuple[int, int] | None) -> None:
+    def must_be_unused(self, block: int, owner: tuple[int, int] | None, group: int = 0) -> None:
         """No unretired step of another sequence may touch a block that is about to be written."""
         for step, blocks in self.touched.items():
-            assert blocks.get(block, owner) == owner, f"block {block} is written while step {step} may touch it"
+            place = group, block
+            assert blocks.get(place, owner) == owner, f"block {place} is written while step {step} may touch it"
+
+    def lines(self, row: int) -> Iterator[tuple[int, list[int], Bytes]]:
+        """Of each group its number, the row's block ids on the device, and the bytes of its blocks."""
+        for group, memory in enumerate(self.memories):
+            yield group, self.device[group * self.max_rows + row].tolist(), memory
+
+    def readable(self, group: int, position: int) -> list[int]:
+        """Positions before `position` that a query there reads."""
+        if not group:
+            return list(range(position))
+        window = self.windows[group - 1]
+        return [p for p in range(position) if p < window.sinks or p > position - window.tokens]
 
     def pending(self, row: int) -> list[int]:
         """Prompt tokens that no step has fed."""
@@ -126,21 +154,23 @@ class World:
         self.step += 1
         self.manager.submitted = self.step
         jobs: list[tuple[ModelSequence, int, int, int]] = []
-        touched: dict[int, tuple[int, int]] = {}
+        touched: dict[tuple[int, int], tuple[int, int]] = {}
         for row, (tokens, accepted) in batch.items():
-            assert self.device[row].tolist() == self.manager.block_table[row].tolist()
             sequence = self.sequences[row]
             start, rest = sequence.fed, self.pending(row)[len(tokens) :]
             owner = row, sequence.serial
             sequence.tokens[start:] = tokens
-            for position in range(start, start + len(tokens)):
-                block = int(self.device[row, position // self.block_size])
-                assert block, f"row {row} has no block for position {position}"
-                self.must_be_unused(block, owner)
-                self.memory.of(0, block)[position % self.block_size] = sequence.tag(position)
+            for group, line, memory in self.lines(row):
+                assert line == self.manager.table.ids[group * self.max_rows + row].tolist()
+                touched.update({(group, block): owner for block in line if block})
+                for position in range(start, start + len(tokens)):
+                    block = line[position // self.block_size]
+                    assert block, f"group {group}: row {row} has no block for position {position}"
+                    self.must_be_unused(block, owner, group)
+                    memory.of(0, block)[position % self.block_size] = sequence.tag(position)
+                    self.check_reads(sequence, group, position, line)
             sequence.fed = start + accepted
             sequence.tokens[sequence.fed :] = rest
-            touched.update({int(block): owner for block in self.device[row, : self.manager.blocks_held[row]]})
             jobs.append((sequence, start, len(tokens), accepted))
         self.flight[self.step], self.touched[self.step] = jobs, touched
 
@@ -319,30 +349,37 @@ class World:
         self.check_events()
 
     def check_bytes(self, sequence: ModelSequence) -> None:
-        table = self.manager.block_table[sequence.row]
-        for position in range(sequence.fed):
-            tag = self.memory.of(0, int(table[position // self.block_size]))[position % self.block_size]
-            assert tag == sequence.tag(position), f"row {sequence.row} position {position}"
+        for group in range(len(self.memories)):
+            line = self.manager.table.ids[group * self.max_rows + sequence.row].tolist()
+            self.check_reads(sequence, group, sequence.fed, line)
+
+    def check_reads(self, sequence: ModelSequence, group: int, position: int, line: list[int]) -> None:
+        """Whatever a query at `position` reads has the sequence's own bytes."""
+        for p in self.readable(group, position):
+            tag = self.memories[group].of(0, line[p // self.block_size])[p % self.block_size]
+            assert tag == sequence.tag(p), f"group {group}: row {sequence.row}, position {p} as read from {position}"
 
     def check_events(self) -> None:
         """The events alone tell which slots hold which content, in every tier."""
         for event in self.manager.take_events():
             self.events += 1
             assert event.number == self.events
-            place = event.tier, event.block
+            place = event.group, event.tier, event.block
             if event.kind == "stored":
                 assert place not in self.findable
                 self.findable[place] = event.key
             elif event.kind in ("removed", "moved"):
                 assert self.findable.pop(place) == event.key
                 if event.kind == "moved":
-                    assert (event.to_tier, event.key) in {(tier, key) for (tier, _), key in self.findable.items()}
+                    assert (event.to_tier, event.key) in {(tier, key) for (_, tier, _), key in self.findable.items()}
         stats = self.manager.stats()
         kept = [stats.blocks_cached + stats.blocks_shared, *(tier.cached + tier.shared for tier in stats.tiers)]
-        assert kept == [sum(tier == t for tier, _ in self.findable) for t in range(len(kept))]
+        kept += [counts.cached + counts.shared for counts in stats.windows]
+        places = [(0, tier) for tier in range(1 + len(stats.tiers))] + [(g, 0) for g in range(1, len(self.memories))]
+        assert kept == [sum(where[:2] == place for where in self.findable) for place in places]
         owned = stats.blocks_held + stats.blocks_cached + stats.blocks_retiring
         assert stats.blocks_free + owned == stats.blocks_total
-        for tier in stats.tiers:
+        for tier in (*stats.tiers, *stats.windows):
             assert tier.free + tier.held + tier.cached + tier.retiring == tier.total
 
     def end(self) -> None:
@@ -360,7 +397,7 @@ class World:
         self.check()
         stats = self.manager.stats()
         assert stats.blocks_underway == 0
-        assert [stats.blocks_held, *(tier.held for tier in stats.tiers)] == [0] * (1 + len(stats.tiers))
+        assert not any((stats.blocks_held, *(tier.held for tier in (*stats.tiers, *stats.windows))))
         assert stats.rows_free == self.manager.max_rows
 
     OPERATIONS = {  # noqa: RUF012 names of operations and how often a soak makes them

@@ -12,7 +12,7 @@ from graphkv import ops
 from graphkv.config import CacheConfig, LayerSpec
 from graphkv.integrations._dsa_kernels import DsaKernels, KernelPass
 from graphkv.integrations.peers.deepgemm import DeepGemmScorer
-from graphkv.kernel_choice import OWN_KERNELS, KernelChoice
+from graphkv.kernel_choice import OWN_KERNELS, KernelChoice, LatentAttention
 from graphkv.layout import Role
 from graphkv.runtime import DecodeRuntime
 from graphkv.selection.consumers import DeviceFacts
@@ -100,6 +100,8 @@ class PeerModel:
         ops.store_index_k(key, kernels.index_pages(layer), metadata.index_slot, config.index_k, *scales)
 
     def _read(self, name: str, kernels: KernelPass, layer: int, token: torch.Tensor) -> None:
+        """What differs from graphkv's own is read by both, the rest by neither."""
+        asked = kernels.step.kernels
         query, weights = self.queries[layer][token], self.weights[layer][token]
         pages, tokens = kernels.index_pages(layer), token.shape[0]
         chosen = self.kernels[name]
@@ -108,6 +110,8 @@ class PeerModel:
         else:
             scores = kernels._score(query, weights, pages)
         self.scores[name, layer][:tokens, : scores.shape[1]] = scores
+        if asked == OWN_KERNELS:
+            return
         if name == "peer":  # selection is compared on equal scores, attention on equal slots
             scores = kernels.step.workspace("equal_scores", tuple(scores.shape), torch.float32)
             scores.copy_(self.scores["own", layer][:tokens, : scores.shape[1]])
@@ -115,6 +119,8 @@ class PeerModel:
         lengths = kernels.metadata.context_len
         rows = (kernels.metadata.latent_page_table, kernels.metadata.token_row)
         chosen.select(scores, lengths, *rows, self.config.block_size, *found)
+        if asked.latent_attention is LatentAttention.GRAPHKV:
+            return
         slot = self.slots["own", layer][:tokens]
         out = kernels.attend(self.attention_queries[layer][token], kernels.latent_pages(layer), slot, 0.07)
         self.attended[name, layer][:tokens] = out

@@ -16,7 +16,7 @@ import torch
 from helpers import POISON
 
 from graphkv.layout import PageLayout
-from graphkv.ops import copy, index_k, latent, layer, select
+from graphkv.ops import copy, index_k, latent, layer, select, window
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("host", marks=pytest.mark.host)]
 
@@ -25,6 +25,7 @@ _OPS = (
     (latent, ("_store_latent", "_sparse_mla_decode")),
     (layer, ("_store_layer",)),
     (select, ("_topk",)),
+    (window, ("_window_slots",)),
     (copy, ("_copy_blocks",)),
 )
 
@@ -53,7 +54,7 @@ def enter_hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 def _launch(
     name: str,
     signature: str,
-    grid: int,
+    grid: int | tuple[int, int, int],
     block: int,
     args: tuple[Any, ...],
     *,

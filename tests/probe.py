@@ -2,8 +2,8 @@
 
 Request r's token at position p has the id `r * 10_000 + p`, so each token names its request and its place. The model
 writes that tag into each slot it is given, in every layer, role and side, and counts through the page tables how many
-positions of its row hold the right tag. `Shadow` keeps the image that the pools must then have, byte for byte: tags
-where a request wrote, the canary 0xA5 everywhere else.
+positions of its row hold the right tag; in a layer with a window, how many of the tokens that it reads. `Shadow` keeps
+the image that the pools must then have, byte for byte: tags where a request wrote, the canary 0xA5 everywhere else.
 """
 
 from __future__ import annotations
@@ -47,24 +47,36 @@ def accepted_of(token: int, next_n: int) -> int:
 
 
 class ProbeModel:
-    """Writes tags, counts tags, continues each request by its next token."""
+    """Writes tags, counts tags, continues each request by its next token.
 
-    def __init__(self, config: CacheConfig, max_tokens: int, device: torch.device) -> None:
-        self.config = config
+    Args:
+        draft_prompts: whether prompts are written on the draft side, too.
+    """
+
+    def __init__(
+        self, config: CacheConfig, max_tokens: int, device: torch.device, *, draft_prompts: bool = False
+    ) -> None:
+        self.config, self.draft_prompts = config, draft_prompts
         self.counts = {side: torch.zeros(max_tokens, dtype=torch.int32, device=device) for side in config.sides}
+        self.window_counts = {
+            (side, layer): torch.zeros(max_tokens, dtype=torch.int32, device=device)
+            for side in config.sides
+            for layer, spec in enumerate(config.side_layers(side))
+            if spec.window is not None
+        }
         self.workspace_addresses: set[int] = set()
 
     def __call__(self, step: StepContext) -> StepOutput:
         target = step.metadata
         self._visit(step, target, target.token_ids)
         last = target.query_start[1:].long() - 1
-        if step.kind == "prefill":
-            following = target.token_ids[last] + 1
-            return StepOutput(following[:, None] + torch.arange(step.next_n, device=following.device))
-        if Side.DRAFT in self.config.sides:
+        if Side.DRAFT in self.config.sides and (step.kind == "decode" or self.draft_prompts):
             draft = step.derive(Side.DRAFT)
             with step.side(Side.DRAFT):
                 self._visit(step, draft, target.token_ids)
+        if step.kind == "prefill":
+            following = target.token_ids[last] + 1
+            return StepOutput(following[:, None] + torch.arange(step.next_n, device=following.device))
         ids = target.token_ids.view(step.rows, step.next_n)
         accepted = 1 + (ids[:, 0] * 7 + ids[:, 0] // 3) % step.next_n
         following = ids.gather(1, (accepted - 1)[:, None]) + 1
@@ -75,6 +87,7 @@ class ProbeModel:
         scratch = step.workspace(f"tag {live.side}", (live.tokens, 2 * WIDTH), torch.float32)
         self.workspace_addresses.add(scratch.data_ptr())
         for layer, spec in enumerate(self.config.side_layers(live.side)):
+            live = step.metadata_for(layer)
             scratch[:, 0::2] = token_ids[:, None].float()
             scratch[:, 1::2] = live.position[:, None].float() + 1000.0 * layer
             pages = step.pools.view(live.side, Role.LATENT, layer)
@@ -82,7 +95,27 @@ class ProbeModel:
             if spec.owns(Role.INDEX_K):
                 pages = step.pools.view(live.side, Role.INDEX_K, layer)
                 ops.store_index_k(scratch[:, :WIDTH].contiguous(), pages, live.index_slot, "fp32", "pow2", 1e-4)
-        self.counts[live.side][: live.tokens] = self._count(step, live, token_ids)
+            if spec.window is not None:
+                self.window_counts[live.side, layer][: live.tokens] = self._count_window(step, live, layer, token_ids)
+        if live.window is None:
+            self.counts[live.side][: live.tokens] = self._count(step, live, token_ids)
+
+    def _count_window(self, step: StepContext, live: StepMetadata, layer: int, token_ids: torch.Tensor) -> torch.Tensor:
+        """int32 [T]: how many of the tokens that the layer reads hold their tag, less 1000 for each that does not."""
+        assert live.window is not None
+        window, sinks = live.window.tokens, live.window.sinks
+        pages = step.pools.view(live.side, Role.LATENT, layer)
+        slot = step.workspace(f"window {live.side} {layer}", (live.tokens, window + sinks), torch.int32)
+        lookup = live.context_len, live.latent_page_table, live.token_row
+        ops.window_slots(*lookup, pages.shape[1], window, sinks, slot)
+        tags = pages.view(torch.float32).view(-1, 2 * WIDTH)[slot.clamp_min(0).long(), 0]
+        entry = torch.arange(window + sinks, device=slot.device)
+        start = (live.context_len - window).clamp_min(0)[:, None]
+        first = start.clamp_max(sinks)
+        position = torch.where(entry < first, entry, start + entry - first)
+        right = (slot >= 0) & (tags == (token_ids - live.position)[:, None].float() + position)
+        wrong = (slot >= 0) & ~right | (slot < 0) & (position < live.context_len[:, None])
+        return (right.sum(1) - 1000 * wrong.sum(1)).to(torch.int32)
 
     def _count(self, step: StepContext, live: StepMetadata, token_ids: torch.Tensor) -> torch.Tensor:
         """int32 [T]: how many of the token's context positions hold their tag in the last layer, through the table."""

@@ -49,12 +49,14 @@ def live_set(
             block, offset = int(table[row, position // block_size]), position % block_size
             page = block * index_scale
             out["position"][token], out["token_row"][token], out["context_len"][token] = position, r, position + 1
-            out["latent_slot"][token] = block * latent_scale * block_size + offset
-            out["index_slot"][token] = page * block_size + offset
-            out["index_value_offset"][token] = page * page_bytes + offset * value_bytes
-            if scale_bytes:
-                scales = page * page_bytes + block_size * value_bytes
-                out["index_scale_offset"][token] = scales + offset * scale_bytes
+            if block:  # the null block is never written
+                out["latent_slot"][token] = block * latent_scale * block_size + offset
+            if block and index_scale:
+                out["index_slot"][token] = page * block_size + offset
+                out["index_value_offset"][token] = page * page_bytes + offset * value_bytes
+                if scale_bytes:
+                    scales = page * page_bytes + block_size * value_bytes
+                    out["index_scale_offset"][token] = scales + offset * scale_bytes
             token += 1
     out["query_start"][len(batch) :] = token
     for padded in range(token, tokens):

@@ -14,30 +14,31 @@ from graphkv import packet as pk
 from graphkv.device import Device
 from graphkv.latch import CudaNodes, HostNodes, Ring
 from graphkv.layout import IndexKFormat, Side, index_k_layout
-from graphkv.metadata import DerivePlan, LiveSet, LiveShape, StepMetadata, StepState
+from graphkv.metadata import DerivePlan, LiveSet, LiveSets, LiveShape, StepMetadata, StepState
+from graphkv.window import Window
 
 
 class HostKernelNodes:
     """The kernels of cuda/ run on the CPU: the same launches as CudaNodes, through the host header."""
 
-    def __init__(self, live: dict[Side, LiveSet], state: StepState, ring: Ring, host: Any, device: Any) -> None:
+    def __init__(self, live: LiveSets, state: StepState, ring: Ring, host: Any, device: Any) -> None:
         self.live, self.state, self.ring, self.host, self.device = live, state, ring, host, device
         self.words = host[0].shape[0]
 
     def latch(self, rows: int, tokens: int, stream: int) -> None:
         build("pull.cu").launch("pull", 1, 512, [*self.host, *self.device, self.state.struct(), self.words])
-        args = [self.live[Side.TARGET].struct(), self.state.struct(), *self.device, rows, tokens, self.words]
+        args = [self.live[Side.TARGET][0].struct(), self.state.struct(), *self.device, rows, tokens, self.words]
         build("latch.cu").launch("latch", rows + 1, 256, args, (rows + 32) * 4)
 
-    def derive(self, side: Side, batch: StepMetadata, plan: DerivePlan, stream: int) -> StepMetadata:
+    def derive(self, live: LiveSet, batch: StepMetadata, plan: DerivePlan, stream: int) -> StepMetadata:
         tokens = plan.tokens(batch)
-        structs = [self.live[side].struct(), self.state.struct()]
+        structs = [live.struct(), self.state.struct()]
         args = [batch.batch_row, batch.query_start, plan.accepted, plan.shift, plan.query_len, batch.rows, tokens]
         build("derive.cu").launch("derive", batch.rows + 1, 256, [*structs, *args], (batch.rows + 32) * 4)
-        return self.live[side].views(batch.rows, tokens)
+        return live.views(batch.rows, tokens)
 
     def advance(self, rows: int, output: torch.Tensor, accepted: Any, prefill: bool, stream: int) -> None:
-        structs = [self.live[Side.TARGET].struct(), self.state.struct()]
+        structs = [self.live[Side.TARGET][0].struct(), self.state.struct()]
         args = [*structs, output, accepted, *self.ring.lines, rows, self.ring.rows, int(prefill)]
         build("advance.cu").launch("advance", -(-rows // 256), 256, args)
 
@@ -47,6 +48,7 @@ class World:
 
     Args:
         executor: "numpy" (the CPU device), "kernels" (cuda/ on the CPU) or "cuda".
+        windowed_only: whether the target side has no layer in group 0, so that its first live set is of group 1.
     """
 
     def __init__(
@@ -61,23 +63,41 @@ class World:
         index_k: IndexKFormat = IndexKFormat.FP8,
         parts: int = 5,
         max_tokens: int = 64,
+        windowed_only: bool = False,
     ) -> None:
         self.device = Device.of("cuda" if executor == "cuda" else "cpu")
         self.executor, self.rows, self.next_n, self.block_size = executor, rows, next_n, block_size
         self.layout = index_k_layout(index_k, 128, block_size)
-        self.scales = {Side.TARGET: (3, 2), Side.DRAFT: (1, 1)}
+        self.scales = {Side.TARGET: ((3, 2), (2, 0)), Side.DRAFT: ((1, 1), (1, 0))}  # of groups 0 and 1
         self.parts = parts
         self.live = {
-            side: LiveSet(
-                side,
-                LiveShape(rows, max_tokens, columns, block_size, *scales, self.layout, parts),
-                self.device,
+            side: tuple(
+                LiveSet(
+                    side,
+                    LiveShape(
+                        rows,
+                        max_tokens,
+                        columns,
+                        block_size,
+                        *scales,
+                        self.layout,
+                        parts,
+                        group,
+                        Window(20) if group else None,
+                        group * max_rows,
+                    ),
+                    self.device,
+                )
+                for group, scales in enumerate(groups)
             )
-            for side, scales in self.scales.items()
+            for side, groups in self.scales.items()
         }
-        self.state = StepState(max_rows, columns, next_n, self.device)
+        if windowed_only:
+            self.live[Side.TARGET] = self.live[Side.TARGET][1:]
+        self.max_rows, self.first = max_rows, int(windowed_only)
+        self.state = StepState(max_rows, columns, next_n, self.device, 2)
         self.ring = Ring(rows, next_n, self.device)
-        self.size = pk.PacketSize(rows=rows, edits=max_rows * columns, tokens=max_tokens)
+        self.size = pk.PacketSize(rows=rows, edits=2 * max_rows * columns, tokens=max_tokens)
         self.host = tuple(self.device.pinned(self.size.words, torch.int32) for _ in range(2))
         self.arenas = self.host
         if executor != "numpy":
@@ -89,7 +109,7 @@ class World:
             self.nodes = HostKernelNodes(self.live, self.state, self.ring, self.host, self.arenas)
         else:
             self.nodes = CudaNodes(self.live, self.state, self.ring, self.arenas, self.host)
-        self.table = np.zeros((max_rows, columns), np.int32)
+        self.table = np.zeros((2 * max_rows, columns), np.int32)
         self.length = np.zeros(max_rows, np.int64)
         self.step = 0
 
@@ -143,7 +163,7 @@ class World:
         tokens = rows * self.next_n if tokens is None else tokens
         self.nodes.latch(rows, tokens, self.stream())
         self.device.synchronize()
-        return self.live[Side.TARGET].views(rows, tokens)
+        return self.live[Side.TARGET][0].views(rows, tokens)
 
     def advance(self, output: np.ndarray, accepted: np.ndarray | None = None, prefill: bool = False) -> None:
         device = self.device.torch
@@ -152,14 +172,22 @@ class World:
         self.nodes.advance(output.shape[0], tokens, taken, prefill, self.stream())
         self.device.synchronize()
 
-    def expected(self, batch: list[tuple[int, int, int]], rows: int, tokens: int, side: Side = Side.TARGET) -> Any:
-        latent_scale, index_scale = self.scales[side]
+    def expected(
+        self,
+        batch: list[tuple[int, int, int]],
+        rows: int,
+        tokens: int,
+        side: Side = Side.TARGET,
+        group: int | None = None,
+    ) -> Any:
+        group = self.first if group is None else group
+        latent_scale, index_scale = self.scales[side][group]
         return live_set(
             rows=rows,
             tokens=tokens,
             next_n=self.next_n,
             batch=batch,
-            table=self.table,
+            table=self.table[group * self.max_rows :][: self.max_rows],
             block_size=self.block_size,
             latent_scale=latent_scale,
             index_scale=index_scale,
@@ -168,10 +196,11 @@ class World:
             parts=self.parts,
         )
 
-    def poison(self, side: Side = Side.TARGET) -> None:
+    def poison(self, side: Side = Side.TARGET, group: int = 0) -> None:
         """Junk into every live tensor that the next latch must write in full (page tables keep their null tail)."""
-        shape = self.live[side].shape
-        for name, tensor in self.live[side].views(shape.max_rows, shape.max_tokens).tensors().items():
+        live = self.live[side][group]
+        shape = live.shape
+        for name, tensor in live.views(shape.max_rows, shape.max_tokens).tensors().items():
             if not name.endswith("page_table"):
                 tensor.fill_(-0x5A5A5A5B)
 

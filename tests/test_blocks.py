@@ -155,7 +155,7 @@ def test_a_dropped_row_is_cleared_on_the_device_when_it_is_reopened() -> None:
 
     table.write(np.zeros(3, np.intp), np.arange(3), np.array([5, 6, 7], np.int32))
     upload()
-    table.drop(0, 3)
+    table.drop(0, np.arange(3))
     upload()
     assert device[0].tolist() == [5, 6, 7, 0]  # nothing was owed for a row that nothing reads
     table.write(np.ones(4, np.intp), np.arange(4), np.array([1, 2, 3, 4], np.int32))

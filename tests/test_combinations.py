@@ -9,15 +9,19 @@ import numpy as np
 import pytest
 import torch
 from mix import MixModel, gathered, mix_config, run_workload
+from peer_fakes import DeepGemm, FlashInfer
+from peer_world import peer_config, peer_runtime, pretend
 from tier_shadow import CANARY, TierShadow, tier_runtime
+from window_world import Shadow, config_of
 
 from graphkv import ops
 from graphkv.baseline.runner import V1Runner
 from graphkv.device import Device
 from graphkv.layout import IndexKFormat, Role, Side
+from graphkv.manager.windowed import WindowedManager
 from graphkv.pool import Pools
 from graphkv.runtime import DecodeRuntime
-from graphkv.selection.create import COMBINATIONS, Combination
+from graphkv.selection.create import COMBINATIONS, Combination, create_cache_manager
 from graphkv.selection.requirements import Setting
 from graphkv.selection.subpages import split_page_table, split_pages
 from graphkv.sequence import Sequence
@@ -201,6 +205,86 @@ def split_latents(setting: Setting, device: torch.device) -> None:
     assert pages.data_ptr() % 16 == 0
 
 
+def windowed(setting: Setting, device: torch.device) -> Shadow:
+    """A runtime of the example's windows, in the middle of things."""
+    windows = [replace(spec, window=spec.window and spec.window // 4) for spec in setting.config.layers]
+    draft = [replace(spec, window=spec.window and spec.window // 4) for spec in setting.config.draft_layers]
+    shadow = Shadow(device, config_of(tuple(windows), tuple(draft)), next_n=setting.next_n)
+    sequences = [shadow.open(1, 130), shadow.open(2, 20)]
+    shadow.prefill(sequences)
+    for _ in range(20):
+        shadow.step(sequences)
+    shadow.check_reads(sequences)
+    shadow.check()
+    return shadow
+
+
+def windows_in_a_graph(setting: Setting, device: torch.device) -> None:
+    launches = windowed(setting, device).runtime.stats().graph_launches
+    assert launches >= 20
+
+
+def windows_with_drafts(setting: Setting, device: torch.device) -> None:
+    shadow = windowed(setting, device)
+    assert shadow.next_n == 3
+    assert Side.DRAFT in shadow.config.sides
+
+
+def windows_with_prefixes(setting: Setting, device: torch.device) -> None:
+    tokens = np.arange(450)
+    manager = create_cache_manager(
+        setting.config, num_blocks=20, max_rows=4, max_seq_len=500, requirements=setting.requirements, device="cpu"
+    )
+    assert isinstance(manager, WindowedManager)
+    first = manager.open(tokens=tokens)
+    manager.claim([first], tokens.size)
+    manager.commit([first], tokens.size)
+    manager.index_commits()
+    manager.take_edits(np.zeros((100, 3), np.int32))
+    assert np.flatnonzero(manager.windows[0].ids[first]).tolist() == [0, 5, 6, 7]
+    second = manager.open(tokens=np.append(tokens[:440], [-7] * 3))
+    assert manager.cached_tokens[second] == 440
+    manager.take_edits(np.zeros((100, 3), np.int32))
+    third = manager.fork(first)
+    assert [copy.tokens for copy in manager.take_copies()] == [56, 2, 56, 2], "of group 0, then of the window"
+    assert manager.windows[0].ids[third, 5] == manager.windows[0].ids[first, 5]
+    manager.check()
+
+
+def windows_with_growth(setting: Setting, device: torch.device) -> None:
+    pools = Pools(setting.config, 4, Device.of(device), max_blocks_reserved=64, window_blocks=[9])
+    view, window = (pools.view(Side.TARGET, Role.LATENT, layer) for layer in range(2))
+    window.fill_(7)
+    view[3].fill_(7)
+    pools.resize(60, lambda first: 0)
+    view[59].fill_(9)
+    assert bool((window == 7).all())
+    assert bool((view[3] == 7).all())
+    assert [pool.num_blocks for pool in pools] == [60, 60, 9]
+
+
+def peer_step(setting: Setting, device: torch.device) -> None:
+    """Steps of a model that reads by the library's stand-in and by our own kernels, which must agree."""
+    asked = setting.requirements
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch, setting.device)
+        fakes = [kind(device).install(patch) for kind in (DeepGemm, FlashInfer)]
+        needs = {"index_scorer": asked.index_scorer, "token_selector": asked.token_selector}
+        runtime, model = peer_runtime(device, peer_config(), next_n=setting.next_n, **needs)
+        batch = [runtime.open(np.arange(n)) for n in (62, 130, 3)]
+        runtime.prefill(batch)
+        for _ in range(2):
+            runtime.step(batch)
+        runtime.retire()
+    assert any(fake.calls for fake in fakes)
+    assert not any(fake.violations.item() for fake in fakes)
+    for at, length in enumerate(model.context_len[: 3 * setting.next_n].tolist()):
+        got, own = (model.scores[name, 1][at, :length].cpu() for name in ("peer", "own"))
+        torch.testing.assert_close(got, own, rtol=1e-4, atol=1e-3)
+        chosen = [model.positions[name, 1][at].sort().values.tolist() for name in ("peer", "own")]
+        assert chosen[0] == chosen[1]
+
+
 EXERCISES: dict[str, Exercise] = {
     f"{V2} + graph=True": graph,
     f"{V2} + prefix_hit=True": prefix_hit,
@@ -210,11 +294,17 @@ EXERCISES: dict[str, Exercise] = {
     f"{V2} + growth=True": growth,
     f"{V1} + {DRAFTS}": drafts(V1Runner),
     f"{V2} + {DRAFTS}": drafts(DecodeRuntime),
+    "a layer with a window + graph=True": windows_in_a_graph,
+    "a layer with a window + prefix_hit=True, partial_hit=True or fork=True": windows_with_prefixes,
+    f"a layer with a window + {DRAFTS}": windows_with_drafts,
+    "a layer with a window + growth=True": windows_with_growth,
     'index_k="fp4" + index_scorer="graphkv", any device': software_fp4,
     f"connector of both roles and sides + {DRAFTS}": connector,
     "index_page_size below block_size, quantised index_k + partial_hit=True or fork=True": copied_whole,
     'index_scorer="deepgemm" on Hopper + block_size=128, index_page_size=64': split_index_k,
     'index_scorer="deepgemm" on Blackwell + index_k="fp4", index_page_size=32': split_index_k,
+    'index_scorer="deepgemm" on Hopper + next_n above 2': peer_step,
+    'token_selector="flashinfer" on Ampere, Hopper and Blackwell + any latent': peer_step,
     'latent_attention="flashmla" on Hopper + latent="fp8_ds_mla", latent_page_size=16': split_latents,
 }
 

@@ -11,6 +11,7 @@ from graphkv.errors import InvalidValue, OutOfBlocks
 from graphkv.manager.prefix import Content, Scope
 from graphkv.manager.retention import Keep, Retention
 from graphkv.manager.v2 import ManagerV2
+from graphkv.transfer import CopyJob
 
 B = 16
 
@@ -80,7 +81,7 @@ def test_case_F2_a_partial_hit_is_a_copy_and_the_shared_block_keeps_its_bytes() 
     assert manager.cached_tokens[b] == 10
     own = blocks(manager, b)[0]
     assert own != source
-    assert manager.take_copies(7) == [(0, source, 0, own, 10)]
+    assert manager.take_copies(7) == [CopyJob(0, source, 0, own, 10)]
     close(manager, a)
     assert manager.evict() == 0, "the source stays until the step behind the copy has retired"
     c = manager.open(tokens=ids(0, 17))
@@ -234,11 +235,11 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
     a = fill(manager, ids(0, 40), commit=False)  # full blocks that are not findable yet are shared as well
     b = manager.fork(a)
     assert blocks(manager, b)[:2] == blocks(manager, a)[:2]
-    assert manager.take_copies() == [(0, blocks(manager, a)[2], 0, blocks(manager, b)[2], 8)]
+    assert manager.take_copies() == [CopyJob(0, blocks(manager, a)[2], 0, blocks(manager, b)[2], 8)]
     manager.check()
     assert manager.rewind(rows(b), 20, 0) == 1, "back into a block of two owners: it is copied before it is written"
     (job,) = manager.take_copies()
-    assert job == (0, blocks(manager, a)[1], 0, blocks(manager, b)[1], 4)
+    assert job == CopyJob(0, blocks(manager, a)[1], 0, blocks(manager, b)[1], 4)
     manager.commit(rows(a), 40)
     manager.check()
     manager.submitted = 3

@@ -7,6 +7,7 @@ weights that lead to crowded states.
 from __future__ import annotations
 
 from random import Random
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
@@ -21,10 +22,11 @@ RNG = st.randoms(use_true_random=False)
 
 class ManagerMachine(RuleBasedStateMachine):
     TIERS: tuple[int, ...] = ()
+    WORLD: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(self.TIERS)
+        self.world = World(self.TIERS, **self.WORLD)
 
     @rule(rng=RNG)
     def open(self, rng: Random) -> None:

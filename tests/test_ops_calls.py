@@ -96,6 +96,18 @@ GOOD: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
             "out_position": torch.zeros(2, 3, dtype=I32),
         },
     ),
+    "window_slots": (
+        ops.window_slots,
+        {
+            "context_len": torch.tensor([7, 0], dtype=I32),
+            "page_table": torch.ones(2, 2, dtype=I32),
+            "token_row": torch.tensor([0, 1], dtype=I32),
+            "block_size": 4,
+            "window": 3,
+            "sinks": 1,
+            "out_slot": torch.zeros(2, 4, dtype=I32),
+        },
+    ),
     "sparse_mla_decode": (
         ops.sparse_mla_decode,
         {
@@ -142,6 +154,10 @@ BAD = [
     ("topk", {"out_position": torch.zeros(2, 4, dtype=I32)}, r"out_position must be int32 \[T=2, k=3\]"),
     ("topk", {"logits": torch.ones(2, 8, dtype=BF16)}, r"logits must be float32 \[T, W\]"),
     ("topk", {"block_size": 0}, "block_size must be at least 1, got 0"),
+    ("window_slots", {"sinks": 2}, "has 4 entries a token, but a window of 3 with 2 sinks lists up to 5"),
+    ("window_slots", {"window": 0}, "window must be at least 1, got 0"),
+    ("window_slots", {"context_len": torch.tensor([9, 0], dtype=I32)}, "a context_len of 9 exceeds 8"),
+    ("window_slots", {"token_row": torch.tensor([0], dtype=I32)}, r"token_row must be int32 \[T=2\]"),
     ("sparse_mla_decode", {"kv_lora_rank": 25}, r"kv_lora_rank must be in 1\.\.24"),
     ("sparse_mla_decode", {"out": torch.zeros(2, 3, 24)}, r"out must be float32 \[T=2, H=3, 16\]"),
     ("sparse_mla_decode", {"slot": torch.ones(2, 2, dtype=I64)}, r"slot must be int32 \[T=2, k\]"),

@@ -12,6 +12,7 @@ from step_world import World, assert_live
 from graphkv import packet as pk
 from graphkv.layout import IndexKFormat, Side
 from graphkv.metadata import DerivePlan
+from graphkv.window import Window
 
 EXECUTORS = (
     "numpy",
@@ -139,7 +140,7 @@ def test_derive_fills_another_side_and_leaves_the_target_alone(
     world.poison(Side.DRAFT)
     taken = None if accepted is None else torch.tensor(accepted, dtype=torch.int32, device=world.device.torch)
     plan = DerivePlan(query_len=query_len, shift=shift, accepted=taken)
-    draft = world.nodes.derive(Side.DRAFT, target, plan, world.stream())
+    draft = world.nodes.derive(world.live[Side.DRAFT][0], target, plan, world.stream())
     world.device.synchronize()
     count = query_len or 4
     starts = [14 + shift + (accepted or [0, 0])[0], 9 + shift + (accepted or [0, 0])[1]]
@@ -150,6 +151,35 @@ def test_derive_fills_another_side_and_leaves_the_target_alone(
     assert_live(draft, expected)
     for name, tensor in target.tensors().items():
         assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("side", list(Side))
+def test_a_group_has_its_own_table_lines_and_scales(executor: str, side: Side) -> None:
+    """Stale columns of the window are null, its positions are those of every group, and it owns no index K."""
+    world = World(executor, next_n=2)
+    line = world.max_rows
+    edits = cells(5, [1, 2, 6]) | cells(2, [3, 4]) | cells(line + 5, [0, 9, 7]) | cells(line + 2, [8, 0])
+    world.publish([5, 2], edits=edits, length_edits={5: 40, 2: 15})
+    target = world.latch()
+    world.poison(side, 1)
+    windowed = world.nodes.derive(world.live[side][1], target, DerivePlan(), world.stream())
+    world.device.synchronize()
+    assert_live(target, world.expected([(5, 40, 2), (2, 15, 2)], 4, 8))
+    assert_live(windowed, world.expected([(5, 40, 2), (2, 15, 2)], 4, 8, side, 1))
+    assert windowed.latent_page_table[0].tolist()[:3] == [0, 9 * world.scales[side][1][0], 7 * world.scales[side][1][0]]
+    assert windowed.latent_slot.tolist()[3] == -1, "position 16 of row 2 has no block"
+    assert windowed.index_slot.tolist() == [-1] * 8
+    assert (windowed.group, windowed.window) == (1, Window(20))
+
+
+def test_the_latch_fills_the_first_group_that_the_target_has(executor: str) -> None:
+    world = World(executor, windowed_only=True)
+    world.poison()
+    line = world.max_rows
+    edits = cells(4, [7, 8, 9]) | cells(line + 4, [0, 5, 6]) | cells(line + 1, [3])
+    world.publish([4, 1], edits=edits, length_edits={4: 40, 1: 3})
+    assert_live(world.latch(), world.expected([(4, 40, 1), (1, 3, 1)], 4, 4))
+    assert world.state.block_table.cpu().numpy().tolist() == world.table.tolist()
 
 
 def tear(words: np.ndarray, how: str) -> None:

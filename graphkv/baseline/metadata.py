@@ -100,6 +100,8 @@ class MetadataBuilder:
         filled = self._arange(columns) < ((seq_len + size - 1) // size)[:, None]
         page_table = torch.where(filled, batch.table, 0)
         return StepMetadata(
+            group=0,
+            window=None,
             side=side,
             rows=rows,
             tokens=batch.tokens,

@@ -301,10 +301,10 @@ class V1Runner:
         target = self._builder.live(Side.TARGET, uploaded, token_ids)
         binding = SideBinding(target)
 
-        def derive(side: Side, _: StepMetadata, plan: DerivePlan) -> StepMetadata:
+        def derive(side: Side, _: StepMetadata, plan: DerivePlan) -> tuple[StepMetadata, ...]:
             if side not in self.config.sides:
                 raise InvalidValue(f"this cache has no {side} side; give CacheConfig draft_layers to have one")
-            return self._builder.derive(side, uploaded, plan)
+            return (self._builder.derive(side, uploaded, plan),)
 
         workspace = self._workspaces[kind]
         context = StepContext(kind, binding, self.pools, workspace, self.next_n, max_context, derive, self._kernels)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from graphkv.config import CacheConfig
 from graphkv.device import Device
 from graphkv.errors import UnsupportedCombination
@@ -31,6 +33,7 @@ def check_demands(
             what is required. Names both options and a way out.
     """
     needs = Requirements() if requirements is None else requirements
+    needs = replace(needs, offload=needs.offload or tiers)  # to be built with colder tiers is to use them
     setting = Setting(config=config, next_n=next_n, requirements=needs, device=DeviceFacts.of(device))
     check_setting(setting)
     caching = prefix_caching, "`prefix_caching=False`", "use `prefix_caching=True`"

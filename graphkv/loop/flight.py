@@ -165,7 +165,7 @@ class Flight:
             except StaleFrame:
                 continue
         manager, tokens = self._manager, self._tokens
-        self._engine.reset(manager.length, manager.block_table)
+        self._engine.reset(manager.length, manager.table.ids)
         manager.take_edits(np.empty((manager.edits_pending, pk.EDIT_WORDS), np.int32))
         for row in np.flatnonzero(manager.is_open).tolist():
             tokens.ready[row] = tokens.known[row] == manager.length[row] + 1 and manager.length[row] > 0

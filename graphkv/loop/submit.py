@@ -54,8 +54,9 @@ class Submitter:
         self._meanwhile: Callable[[], None] = partial(manager.index_commits, _INDEXED_A_STEP)
         if manager.has_colder_tiers:
             self._meanwhile = manager.poll
-        # What the steps in flight may add to the journal when they retire.
+        # What the steps in flight may add to the journal when they retire, in each layer group.
         self._edits_apart = 2 * manager.max_rows + 2 * shape.chunk_blocks
+        self._groups = manager.num_groups
 
     def decode(self, batch: Batch) -> int:
         """Submit a decode step; its number. `OutOfBlocks` with nothing changed."""
@@ -93,7 +94,7 @@ class Submitter:
 
         A full one is brought to the device by a step of padded rows.
         """
-        if self._manager.edits_room < edits + self._edits_apart:
+        if self._manager.edits_room < self._groups * (edits + self._edits_apart):
             frame, bucket = self.acquire(), self._engine.graphs.buckets[0]
             self._note(self._engine.submit_decode(self._seal(frame, bucket, 0, 0, None), bucket), IDLE)
 
@@ -107,8 +108,9 @@ class Submitter:
     def copy(self, jobs: AbstractSequence[CopyJob]) -> None:
         """Put copies on the steps' stream, before the next step."""
         with self._device.running_on(self._engine.stream):
-            for moves in independent_moves(jobs):
-                self._copies.within(moves)
+            for group in sorted({job.group for job in jobs}):
+                for moves in independent_moves([job for job in jobs if job.group == group]):
+                    self._copies.within(moves, group)
 
     def copy_now(self) -> None:
         """Put what copies are pending on the steps' stream, without a step.
@@ -130,7 +132,9 @@ class Submitter:
         frame = self.acquire()
         try:
             self._claim(batch, n, lookahead)
-        except OutOfBlocks:
+        except OutOfBlocks as short:
+            if short.group:  # what is stale in its window is free once the steps in flight have retired
+                self._flight.retire()
             self.find_room(lambda: self._claim(batch, n, lookahead))
         return frame
 

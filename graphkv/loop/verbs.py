@@ -16,6 +16,7 @@ from graphkv.loop.submit import Submitter
 from graphkv.manager.prefix import EVERYONE, Content, Scope
 from graphkv.manager.retention import Retention
 from graphkv.manager.v2 import ManagerV2, RowState
+from graphkv.manager.windowed import WindowedManager
 from graphkv.rows import RowTokens
 from graphkv.sequence import Batch, Sequence, SequenceCounts, StepResult, cut_into_chunks, token_array
 from graphkv.tiers.copies import BlockCopies
@@ -244,6 +245,8 @@ class SequenceVerbs:
         if not self.manager.blocks.available(missing):
             self.retire()
             self._submitter.find_room(lambda: self.manager.blocks.require(missing))
+        if isinstance(self.manager, WindowedManager):
+            self.manager.require_prefill(batch.rows, target, self._prefill_chunk)
 
     # results --------------------------------------------------------------------------------------------------------
 

@@ -257,27 +257,29 @@ def _resized(array: NDArray[_T], size: int) -> NDArray[_T]:
 
 
 class BlockTable:
-    """The block table of all rows, and the journal of cells that the device has not been told of.
+    """The block tables of all rows, and the journal of cells that the device has not been told of.
+
+    It has a line for each row, and as many more for each further layer group.
 
     The journal holds places, not ids: an edit carries the id that its cell has when it is taken. So a cell noted twice,
     or noted for a sequence that ended since, does no harm, and the order of edits does not matter.
 
     Attributes:
-        ids: int32 [max_rows, max_blocks], block ids, 0 where a row has no block.
+        ids: int32 [lines, max_blocks], block ids, 0 where a line has no block.
         edits_pending: cells noted since the last `take_edits`.
 
     Args:
         max_edits: room of the journal in cells, at least `max_blocks`, so that one whole row fits.
     """
 
-    def __init__(self, max_rows: int, max_blocks: int, max_edits: int) -> None:
+    def __init__(self, lines: int, max_blocks: int, max_edits: int) -> None:
         if max_edits < max_blocks:
             raise InvalidValue(f"max_edits {max_edits} is below max_blocks {max_blocks}: one whole row must fit")
         self.max_edits = max_edits
-        self.ids = np.zeros((max_rows, max_blocks), np.int32)
+        self.ids = np.zeros((lines, max_blocks), np.int32)
         self.edits_pending = 0
         self._row, self._column = np.zeros((2, max_edits), np.int32)
-        self._stale = np.zeros(max_rows, np.int32)  # of a dropped row: cells whose old ids the device still has
+        self._stale: dict[int, Index] = {}  # of dropped lines: columns whose old ids the device still has
 
     def need_edits(self, count: int) -> None:
         """`InvalidValue` unless the journal has room for `count` more cells."""
@@ -292,17 +294,21 @@ class BlockTable:
         self.ids[rows, columns] = ids
         self._note(rows, columns)
 
-    def drop(self, row: int, held: int) -> None:
-        """Empty the `held` cells of a row that no step may name now. Needs no room: they are noted by `reopen`."""
-        self.ids[row, :held] = 0
-        self._stale[row] = max(held, self._stale[row])
+    def drop(self, line: int, columns: Index) -> None:
+        """Empty cells of a line that no step may name now. Needs no room: they are noted by `reopen`."""
+        self.ids[line, columns] = 0
+        before = self._stale.get(line)
+        self._stale[line] = columns if before is None else np.union1d(before, columns)
 
-    def reopen(self, row: int, more: int = 0) -> None:
+    def stale(self, line: int) -> int:
+        """Cells of a line that `reopen` will note."""
+        return self._stale[line].size if line in self._stale else 0
+
+    def reopen(self, line: int, more: int = 0) -> None:
         """Note the cells that `drop` left behind; `InvalidValue` if the journal lacks room for them and `more`."""
-        stale = int(self._stale[row])
-        self.need_edits(stale + more)
-        self._note(row, np.arange(stale))
-        self._stale[row] = 0
+        self.need_edits(self.stale(line) + more)
+        if line in self._stale:
+            self._note(line, self._stale.pop(line))
 
     def take_edits(self, out: Int32s) -> int:
         """Write the noted cells into `out` as (row, column, current id), forget them, and return their number.

@@ -44,6 +44,7 @@ class Capacity:
         blocks_held: int32 [max_rows]; a row's capacity is `blocks_held * block_size` tokens, never below its length.
         serial: int64 [max_rows], how often the row was opened: tells the sequences of a row apart.
         is_open: bool [max_rows], rows of a sequence.
+        num_groups: layer groups; the device has a table for each.
         is_ready: bool [max_rows], open rows that a step may name: neither suspended nor on their way back.
         on_rewind: called as `listener(row, new_length, ids)` after a rewind, for each row that gave up blocks.
 
@@ -52,10 +53,17 @@ class Capacity:
         block_size: tokens a block, a power of two.
         max_rows, max_blocks: lines and columns of the block table.
         max_edits: room of the journal in table cells, at least `max_blocks`; by default a whole row and a cell of each.
+        groups: layer groups, see `graphkv.manager.windowed`; rows here are those of group 0.
     """
 
     def __init__(
-        self, blocks: BlockAllocator, block_size: int, max_rows: int, max_blocks: int, max_edits: int | None = None
+        self,
+        blocks: BlockAllocator,
+        block_size: int,
+        max_rows: int,
+        max_blocks: int,
+        max_edits: int | None = None,
+        groups: int = 1,
     ) -> None:
         if block_size < 1 or block_size & (block_size - 1):
             raise InvalidValue(f"block_size must be a power of two, got {block_size}")
@@ -65,9 +73,11 @@ class Capacity:
                 f"got {max_rows} rows of {max_blocks} blocks of {block_size} tokens"
             )
         self.blocks = blocks
-        self.table = BlockTable(max_rows, max_blocks, max_rows + max_blocks if max_edits is None else max_edits)
-        self.block_table = self.table.ids
+        edits = groups * (max_rows + max_blocks) if max_edits is None else max_edits
+        self.table = BlockTable(groups * max_rows, max_blocks, edits)
+        self.block_table = self.table.ids[:max_rows]
         self.block_size, self.max_rows, self.max_blocks = block_size, max_rows, max_blocks
+        self.num_groups = groups
         self.max_tokens = max_blocks * block_size
         self.length = np.zeros(max_rows, np.int32)
         self.blocks_held = np.zeros(max_rows, np.int32)
@@ -222,7 +232,7 @@ class Capacity:
             return False
         held = int(self.blocks_held[row])
         self.blocks.release(self.block_table[row, :held], step)
-        self.table.drop(row, held)
+        self.table.drop(row, np.arange(held))
         self.blocks_held[row] = self.length[row] = 0
         self.is_open[row] = self.is_ready[row] = False
         self._reader.forget()

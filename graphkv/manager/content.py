@@ -24,6 +24,7 @@ class ContentCache:
         index: the tree.
         tiers: slots of the device, then of the colder tiers; ids from 1 in each of them.
         stored, evicted: for each tier, how often content came to be there, and had to make room.
+        on_lost: called with content that was forgotten.
 
     Args:
         block_size: tokens a block.
@@ -46,6 +47,7 @@ class ContentCache:
         self.events, self._clock = events, clock
         self._ends: list[tuple[float, int, Node]] = []  # limited retention by its end; the number keeps ties apart
         self._limits = 0
+        self.on_lost: list[Callable[[Node], None]] = []
         self.stored, self.evicted = [0] * len(self.tiers), [0] * len(self.tiers)
         for slots in self.tiers:
             events.add(EventKind.CREATED, slots.tier, slots.num_blocks - 1)
@@ -97,6 +99,8 @@ class ContentCache:
                 self._detach(node, tier)
                 self._tell(EventKind.REMOVED, node, tier, slot)
         self.index.remove(node)
+        for listener in self.on_lost:
+            listener(node)
 
     def retain(self, node: Node, worth: Worth) -> None:
         """Content is worth at least that much: what it is worth already counts if it is more."""

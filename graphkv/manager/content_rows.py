@@ -52,8 +52,9 @@ class ContentRows(Capacity):
         max_edits: int | None,
         prefix_caching: bool,
         clock: Callable[[], float],
+        groups: int,
     ) -> None:
-        super().__init__(cache.device, block_size, max_rows, max_blocks, max_edits)
+        super().__init__(cache.device, block_size, max_rows, max_blocks, max_edits, groups)
         self.blocks: ContentSlots = cache.device
         self._cache, self._clock, self.prefix_caching = cache, clock, prefix_caching
         self.token_ids = np.zeros((max_rows, self.max_tokens + 1), np.int32)  # pages come into being as written

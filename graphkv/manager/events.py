@@ -38,6 +38,7 @@ class Event(NamedTuple):
         priority: its retention priority then.
         to_tier: where moved content still is.
         row, length: of a rewind.
+        group: the layer group whose share of the content it is about.
     """
 
     number: int
@@ -51,6 +52,7 @@ class Event(NamedTuple):
     to_tier: int = -1
     row: int = -1
     length: int = -1
+    group: int = 0
 
 
 class EventLog:

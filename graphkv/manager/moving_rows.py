@@ -63,8 +63,9 @@ class MovingRows(ContentRows):
         prefix_caching: bool,
         clock: Callable[[], float],
         resume_limit: float,
+        groups: int,
     ) -> None:
-        super().__init__(cache, block_size, max_rows, max_blocks, max_edits, prefix_caching, clock)
+        super().__init__(cache, block_size, max_rows, max_blocks, max_edits, prefix_caching, clock, groups)
         self.resume_limit = resume_limit
         self.on_ready: list[Callable[[int], None]] = []
         self.cached_in_colder = np.zeros((max_rows, len(cache.tiers) - 1), np.int32)
@@ -185,7 +186,7 @@ class MovingRows(ContentRows):
         else:
             held = int(self.blocks_held[row])
             self.blocks.release(self.block_table[row, :held], 0)
-            self.table.drop(row, held)
+            self.table.drop(row, np.arange(held))
             self.blocks_held[row] = 0
             self._suspended[row] = items
             self._state[row] = RowState.SUSPENDED

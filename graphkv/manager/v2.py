@@ -48,6 +48,7 @@ class ManagerStats:
         blocks_underway: blocks that running transfers between tiers name.
         blocks_moved, blocks_failed: blocks whose transfers ended well, and not.
         transfers_overdue: running transfers that are older than the limit.
+        windows: counts of each layer group with a window; all others are of group 0.
     """
 
     blocks_total: int
@@ -73,6 +74,7 @@ class ManagerStats:
     blocks_failed: int = 0
     transfers_overdue: int = 0
     tokens_missed: int = 0
+    windows: tuple[BlockCounts, ...] = ()
 
     @property
     def blocks_private(self) -> int:
@@ -111,6 +113,7 @@ class ManagerV2(MovingRows):
         self_check: run `check` after each retired step.
         clock: seconds, for time limits.
         digest: hash of content keys; anything weaker than SHA-256 is for tests alone.
+        groups: layer groups that have lines in the block table; those behind group 0 are `WindowedManager`'s.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class ManagerV2(MovingRows):
         self_check: bool = False,
         clock: Callable[[], float] = time.monotonic,
         digest: Digest = sha256,
+        groups: int = 1,
     ) -> None:
         if bool(tier_slots) != (mover is not None):
             raise InvalidValue("colder tiers and a mover go together; give both tier_slots and mover, or none")
@@ -142,7 +146,7 @@ class ManagerV2(MovingRows):
         cache = ContentCache(block_size, [num_blocks, *(n + 1 for n in tier_slots)], self.events, clock, digest)
         tiering = Tiering(cache, mover, block_size, clock, transfer_limit_s, max_blocks_underway)
         super().__init__(
-            cache, tiering, block_size, max_rows, max_blocks, max_edits, prefix_caching, clock, resume_limit
+            cache, tiering, block_size, max_rows, max_blocks, max_edits, prefix_caching, clock, resume_limit, groups
         )
 
     def evict(self, count: int | None = None) -> int:

@@ -13,6 +13,7 @@ from graphkv.ops.index_k import gather_index_k, paged_index_logits, store_index_
 from graphkv.ops.latent import sparse_mla_decode, store_latent
 from graphkv.ops.layer import store_layer
 from graphkv.ops.select import topk
+from graphkv.ops.window import window_slots
 
 __all__ = [
     "copy_blocks",
@@ -23,4 +24,5 @@ __all__ = [
     "store_latent",
     "store_layer",
     "topk",
+    "window_slots",
 ]

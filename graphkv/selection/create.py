@@ -7,6 +7,7 @@ show.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Unpack
 
@@ -19,11 +20,13 @@ from graphkv.kernel_choice import IndexScorer, LatentAttention, TokenSelector
 from graphkv.layout import IndexKFormat, LatentFormat, Role, Side
 from graphkv.manager.v1 import ManagerV1
 from graphkv.manager.v2 import ManagerV2, V2Options
+from graphkv.manager.windowed import WindowedManager, build_manager
 from graphkv.metadata import TABLE_COLUMN_MULTIPLE
 from graphkv.selection import refusals
 from graphkv.selection.consumers import CPU, DEEPGEMM, FLASHINFER, FLASHMLA, DeviceFacts
 from graphkv.selection.refusals import Refusal
 from graphkv.selection.requirements import V1, V2, Capabilities, Connector, ContextParallel, Requirements, Setting
+from graphkv.window_sizing import GroupLoad, choose_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,8 @@ def create_cache_manager(
     next_n: int = 1,
     requirements: Requirements | None = None,
     device: DeviceFacts | Device | torch.device | str = "auto",
+    window_blocks: Sequence[int] | None = None,
+    rewind_room: int = 0,
     **options: Unpack[V2Options],
 ) -> ManagerV1 | ManagerV2:
     """The manager that the caller names, if it can do what the caller requires of it. Builds no pools.
@@ -72,6 +77,9 @@ def create_cache_manager(
         next_n: query tokens a row and decode step (1 + draft tokens).
         requirements: what the cache will be used for.
         device: where it will live, or the facts of another machine's device.
+        window_blocks: blocks of the pools of each layer group with a window; by default what `max_rows` decoding rows
+            need, and room for a prefill of 512 tokens a step.
+        rewind_room: see `WindowedManager`.
         options: of `ManagerV2`, such as its colder tiers, their mover and events.
 
     Raises:
@@ -95,7 +103,19 @@ def create_cache_manager(
     size = config.block_size
     if v2:
         options.setdefault("whole_copies", setting.splits_scales)
-        return ManagerV2(num_blocks=num_blocks, block_size=size, max_rows=max_rows, max_blocks=max_blocks, **options)
+        load = GroupLoad(
+            rows=max_rows, longest=max_seq_len, next_n=next_n, prefill_chunk=_PREFILL_CHUNK, rewind_room=rewind_room
+        )
+        return build_manager(
+            [window for window in config.groups if window is not None],
+            choose_blocks(config, num_blocks, None, window_blocks, load)[1:],
+            rewind_room,
+            num_blocks=num_blocks,
+            block_size=size,
+            max_rows=max_rows,
+            max_blocks=max_blocks,
+            **options,
+        )
     if options:
         raise UnsupportedCombination(
             f"{_V1} and {', '.join(f'`{name}`' for name in options)} cannot go together: V1 has no such option; "
@@ -113,7 +133,9 @@ def check_setting(setting: Setting) -> None:
 
 def capabilities_of(manager: ManagerV1 | ManagerV2) -> Capabilities:
     """What a manager can do."""
-    return V1 if isinstance(manager, ManagerV1) else V2
+    if isinstance(manager, ManagerV1):
+        return V1
+    return replace(V2, offload=False) if isinstance(manager, WindowedManager) else V2
 
 
 def render_combinations() -> str:
@@ -125,12 +147,15 @@ def render_combinations() -> str:
     return "\n".join(lines)
 
 
+_PREFILL_CHUNK = 512  # as `DecodeRuntime` has it
+
 # examples -------------------------------------------------------------------------------------------------------------
 
 _H200, _B200 = DeviceFacts("NVIDIA H200", 90), DeviceFacts("NVIDIA B200", 100)
 _CONFIG = CacheConfig(layers=(LayerSpec(),) * 2)
 _with = _CONFIG.with_options
 _DRAFTING = _with(draft_layers=(LayerSpec(),))
+_WINDOWED = _with(layers=(LayerSpec(), LayerSpec(window=100, sinks=4)))
 _DEEPGEMM = Requirements(index_scorer=IndexScorer.DEEPGEMM)
 _FLASHMLA = Requirements(latent_attention=LatentAttention.FLASHMLA)
 _FLASHINFER = Requirements(token_selector=TokenSelector.FLASHINFER)
@@ -177,6 +202,7 @@ _NO_INDEX = Connector(name="a latent-only store", roles=frozenset({Role.LATENT})
 _NO_DRAFT = Connector(name="a target-only store", sides=frozenset({Side.TARGET}))
 _DEAF = Connector(name="an append-only store", hears_rewind=False)
 _DS_MLA = _with(latent=LatentFormat.FP8_DS_MLA)
+_WINDOW = "a layer with a `window`"
 _OWN_SCORER = '`index_scorer="graphkv"`'
 _OWN_ATTENTION = '`latent_attention="graphkv"`'
 _OWN_SELECTOR = '`token_selector="graphkv"`'
@@ -220,6 +246,27 @@ COMBINATIONS: tuple[Combination, ...] = (
         "let the connector listen to `manager.on_rewind`, or use `next_n=1` and no `draft_layers`",
         replace(_example(Requirements(connector=_DEAF)), next_n=3),
         refusals.connector_rewind,
+    ),
+    Combination(
+        _V1,
+        _WINDOW,
+        f"{_USE_V2}, or give the layer no window",
+        _example(v2=False, config=_WINDOWED),
+        refusals.windows_in_v1,
+    ),
+    Combination(
+        _WINDOW,
+        "`offload=True`",
+        "close sequences and prefill them again later, or give the layer no window",
+        _example(_asking("offload"), config=_WINDOWED),
+        refusals.windows_offloaded,
+    ),
+    Combination(
+        _WINDOW,
+        "`connector`",
+        "use no connector, or give the layer no window",
+        _example(Requirements(connector=Connector(name="a whole store")), config=_WINDOWED),
+        refusals.windows_in_connector,
     ),
     Combination(
         '`index_k="fp4"` on a device below sm 100',
@@ -314,6 +361,30 @@ COMBINATIONS: tuple[Combination, ...] = (
             replace(_example(v2=v2), config=_DRAFTING, next_n=3),
         )
         for which, v2 in ((_V1, False), (_V2, True))
+    ),
+    Combination(
+        _WINDOW,
+        "`graph=True`",
+        "one more node for each layer group and side",
+        _example(_asking("graph"), config=_WINDOWED),
+    ),
+    Combination(
+        _WINDOW,
+        "`prefix_hit=True`, `partial_hit=True` or `fork=True`",
+        "a hit is as long as every window has what a query behind it reads",
+        _example(Requirements(prefix_hit=True, partial_hit=True, fork=True), config=_WINDOWED),
+    ),
+    Combination(
+        _WINDOW,
+        "drafts (`next_n` above 1 or `draft_layers`)",
+        "blocks are given up by what is accepted; `rewind_room` keeps more of them for rewinds",
+        replace(_example(config=_WINDOWED.with_options(draft_layers=(LayerSpec(window=50),))), next_n=3),
+    ),
+    Combination(
+        _WINDOW,
+        "`growth=True`",
+        "what grows are the pools of layers without a window, since a row needs a bounded part of the others",
+        _example(_asking("growth"), config=_WINDOWED),
     ),
     Combination(
         '`index_k="fp4"`',

@@ -59,6 +59,25 @@ def connector_rewind(setting: Setting) -> str | None:
     return f"{connector.name} is not told when rejected drafts give up a block, and would keep its id"
 
 
+def windows_in_v1(setting: Setting) -> str | None:
+    if setting.use_v2 or not (windows := setting.config.groups[1:]):
+        return None
+    return f"V1 has one block table, and {len(windows)} layer groups with a window would need tables of their own"
+
+
+def windows_offloaded(setting: Setting) -> str | None:
+    if not setting.requirements.offload or not (windows := setting.config.groups[1:]):
+        return None
+    return f"a block moves as one unit, and {len(windows)} layer groups with a window have blocks of their own"
+
+
+def windows_in_connector(setting: Setting) -> str | None:
+    connector = setting.requirements.connector
+    if connector is None or not (windows := setting.config.groups[1:]):
+        return None
+    return f"{connector.name} knows a block by one id, which {len(windows)} layer groups with a window do not share"
+
+
 def hardware_fp4(setting: Setting) -> str | None:
     wanted = setting.config.index_k is IndexKFormat.FP4 and setting.requirements.index_scorer is IndexScorer.DEEPGEMM
     if not wanted or setting.device.sm >= FP4_SM:

@@ -23,21 +23,21 @@ class BlockCopies:
 
     Attributes:
         unit: how a block stands in a colder tier.
+        block_size: tokens a block.
     """
 
     def __init__(self, pools: Pools, host: HostTier | None, device: Device) -> None:
-        self.unit = UnitLayout.of(pools)
+        groups = range(len(pools.config.groups))
+        self.block_size = pools.config.block_size
+        self.unit = UnitLayout.of(pools.of_group(0))
         self._device = device
-        self._layouts = [part.layout for part in self.unit.parts]
-        self._parts = {DEVICE: [pool.blocks for pool in pools], HOST: host.parts if host else []}
+        self._layouts = [[pool.layout for pool in pools.of_group(group)] for group in groups]
+        self._device_parts = [[pool.blocks for pool in pools.of_group(group)] for group in groups]
+        self._parts = {DEVICE: self._device_parts[0], HOST: host.parts if host else []}
         if device.is_cuda:
             with device.guard():
                 load("copy_blocks.cu", "copy_blocks", "S")  # compiled now, not in the middle of steps
         self.within(np.empty((0, 4), np.int32))  # and what torch does at an op's first call is done
-
-    @property
-    def block_size(self) -> int:
-        return self._layouts[0].block_size
 
     def cross(self, source_tier: int, target_tier: int, pairs: NDArray[np.intp]) -> None:
         """Copy whole blocks between device and host: pairs [N, 2] of source and target slots, targets distinct."""
@@ -45,7 +45,7 @@ class BlockCopies:
         if not self._device.is_cuda:
             moves = np.zeros((len(pairs), 4), np.int32)
             moves[:, :2], moves[:, 3] = pairs, self.block_size
-            ops.copy_blocks(source, target, torch.from_numpy(moves), self._layouts)
+            ops.copy_blocks(source, target, torch.from_numpy(moves), self._layouts[0])
             return
         sources, targets, sizes = list[int](), list[int](), list[int]()
         for one, other in zip(source, target, strict=True):
@@ -54,14 +54,17 @@ class BlockCopies:
             sizes += [one.shape[1] * one.shape[2]] * len(pairs)
         self._device.copy_all(targets, sources, sizes, torch.cuda.current_stream(self._device.torch).cuda_stream)
 
-    def within(self, moves: NDArray[np.int32]) -> None:
-        """Copy tokens of blocks of the device: moves [N, 4] as of `ops.copy_blocks`, independent of each other."""
-        parts = self._parts[DEVICE]
-        ops.copy_blocks(parts, parts, torch.from_numpy(moves), self._layouts)
+    def within(self, moves: NDArray[np.int32], group: int = 0) -> None:
+        """Copy tokens of blocks of the device: moves [N, 4] as of `ops.copy_blocks`, independent of each other.
+
+        The blocks are those of one layer group; nothing is copied where no layer is in it.
+        """
+        if parts := self._device_parts[group]:
+            ops.copy_blocks(parts, parts, torch.from_numpy(moves), self._layouts[group])
 
 
 def independent_moves(jobs: Sequence[CopyJob]) -> list[NDArray[np.int32]]:
-    """The jobs as moves [N, 4], cut into stretches in which no target is source or target of another move."""
+    """The jobs, all of one layer group, as moves [N, 4], cut so that no target is in another move of its stretch."""
     batches: list[NDArray[np.int32]] = []
     moves = np.array([(job.source, job.target, 0, job.tokens) for job in jobs], np.int32).reshape(-1, 4)
     first, sources, targets = 0, set[int](), set[int]()

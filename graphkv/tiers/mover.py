@@ -18,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from graphkv.device import Device
-from graphkv.errors import InvalidValue, TransferTimeout
+from graphkv.errors import InvalidValue, TransferTimeout, UnsupportedCombination
 from graphkv.pool import Pools
 from graphkv.tiers.copies import BlockCopies, independent_moves
 from graphkv.tiers.disk import DiskTier
@@ -71,8 +71,8 @@ class TierMover(BlockMover):
         lane_of: Callable[[str], Lane] | None = None,
     ) -> None:
         self._copies = BlockCopies(pools, host, device)
-        self._check_tiers(host, disk, file_workers)
         self._pools, self._host, self._disk, self._limit = pools, host, disk, limit_s
+        self._check_tiers(host, disk, file_workers)
         make = lane_of or (lambda name: StreamLane(device, steps if name == "steps" else device.stream()))
         self._steps = make("steps")
         self._lanes = {(DEVICE, HOST): make("offload"), (HOST, DEVICE): make("onload")} if host else {}
@@ -90,6 +90,11 @@ class TierMover(BlockMover):
     def _check_tiers(self, host: HostTier | None, disk: DiskTier | None, file_workers: int) -> None:
         if disk is not None and host is None:
             raise InvalidValue("a disk tier needs a host tier, through which its blocks go; give one of a few blocks")
+        if windows := len(self._pools.config.groups) - 1:
+            raise UnsupportedCombination(
+                f"layers with a window ({windows} groups) and a TierMover cannot go together: what a window still "
+                "holds is not moved; build without colder tiers, and close sequences instead of suspending them"
+            )
         unit = self._copies.unit
         for name, tier in (("host", host), ("disk", disk)):
             if tier is not None and tier.unit != unit:
