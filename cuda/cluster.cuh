@@ -1,4 +1,4 @@
-// Thread-block clusters of CLUSTER blocks (a power of two up to 8): words sent to, and read from, each other's shared
+// Thread-block clusters of CLUSTER blocks (a power of two up to 16): words sent to, and read from, each other's shared
 // memory.
 //
 // Where there are no clusters (before sm_90, on the CPU) a block is a cluster of its own, whatever CLUSTER says: such

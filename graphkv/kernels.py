@@ -31,6 +31,7 @@ from graphkv.packing import ArgumentPacker, PackedArgs
 __all__ = ["CompiledKernel", "Kernel", "KernelResources", "PackedArgs", "compile_source", "kernel_dir", "load"]
 
 _INVALID_CONTEXT, _INVALID_HANDLE = 201, 400  # CUresult: another device, or none, is current in the calling thread
+_PORTABLE_CLUSTER = 8  # blocks; a kernel with larger clusters has to ask for them
 _UNREADABLE = (200, 209, 218, 222)  # CUresult: bad image, no code for this device, bad PTX, PTX of a newer version
 _USE_SPAWN = (
     "CUDA was initialised before this process was forked, and does not survive a fork; start worker processes with "
@@ -207,6 +208,9 @@ def _load(device: torch.device, place: tuple[Any, ...], entry: str, signature: s
                 f"{entry}: signature {signature!r} has {len(signature)} parameters and the kernel takes {len(sizes)}, "
                 f"of {list(sizes)} bytes"
             )
+        if int(defines.get("CLUSTER", 1)) > _PORTABLE_CLUSTER:
+            larger = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            check_cuda(driver.cuFuncSetAttribute(function, larger, 1))
         return Kernel(compiled.file, driver, context, function, packer, compiled.resources[entry])
 
 

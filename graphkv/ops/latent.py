@@ -14,10 +14,11 @@ from graphkv.page_io import read_rows, write_rows
 
 _CPU_LATENT_ELEMENTS = 1 << 24  # bound on the latents [tokens, k, R + P] held at once by the CPU side
 _HEAD_TILE, _KEY_TILE = 16, 16  # query heads of a CTA of sparse_mla_decode, and keys it holds at once
-# The same for warpgroup products, what they are made for, and their kernel's shared memory.
-_WGMMA_HEAD_TILE, _WGMMA_KEY_TILE = 64, 64
+# The same for warpgroup products, keys that are worth a CTA of their own, what the products are made for, and their
+# kernel's shared memory.
+_WGMMA_HEAD_TILE, _WGMMA_KEYS = 64, 64
 _WGMMA_RANK, _WGMMA_ROPE = 512, 64
-_WGMMA_SHARED_BYTES = 232_288
+_WGMMA_SHARED_BYTES = 231_424
 
 
 def store_latent(c: Tensor, rope: Tensor, pages: Tensor, slot: Tensor, format: str, scale: float = 1.0) -> None:
@@ -203,10 +204,10 @@ def _cluster(units: int, keys: int, sms: int) -> int:
     """CTAs that share the keys of one unit, a token's 64 heads: as many as have an SM of their own.
 
     A cluster lies within one GPC, and what is left over there is lost: larger clusters find fewer SMs than there are.
+    Of 16, each GPC holds one, and small ones none.
     """
-    for cluster in (8, 4, 2):
-        places = sms if cluster == 2 else sms - sms // 11
-        if units * cluster <= places and keys > _WGMMA_KEY_TILE * cluster // 2:
+    for cluster, places in ((16, sms // 2), (8, sms - sms // 11), (4, sms - sms // 11), (2, sms)):
+        if units * cluster <= places and keys > _WGMMA_KEYS * cluster // 2:
             return cluster
     return 1
 

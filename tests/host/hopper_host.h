@@ -1,16 +1,17 @@
 // Twins, on the CPU, of the sm_90a instructions in hopper.cuh and wgmma16.cuh, as far as kernels tested here use them.
 //
 // Shared memory is addressed from the block's own, operands of products are found by what a descriptor of the device
-// says (panels of 128-byte rows, chunks exchanged), and barriers in shared memory yield to the other threads. What is
-// asynchronous on the device happens at once here, so a missing fence or wait is not found.
+// says (panels of 128-byte rows, chunks exchanged), and barriers in shared memory yield to the other threads. Copies of
+// a thread happen when it waits for them; what else is asynchronous on the device happens at once, so there a missing
+// fence or wait is not found.
 #pragma once
+#include <deque>
+
 #include "cuda_host.h"
 
 #define GK_SWIZZLED_SHARED(type, name) GK_DYN_SHARED(type, name)
 
 namespace gk {
-
-constexpr int PANEL_BYTES = 64 * 128;
 
 inline unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(static_cast<const char*>(pointer) - gk_host::block->dynamic_shared);
@@ -60,8 +61,9 @@ inline void barrier_of(int number, int threads) {
 inline void async_proxy_fence() {}
 inline void products_begin() {}
 inline void products_commit() {}
-template <int>
-void products_wait() {}
+inline void products_wait_but_one() {}
+template <int COUNT>
+void products_wait(float (&)[COUNT]) {}
 template <int>
 void take_registers() {}
 template <int>
@@ -105,12 +107,18 @@ inline uint2 e4m3_to_f16(unsigned codes) {
   return {pack_f16(e4m3_value(codes & 0xff), e4m3_value(codes >> 8 & 0xff)),
           pack_f16(e4m3_value(codes >> 16 & 0xff), e4m3_value(codes >> 24))};
 }
+inline unsigned larger_halves(unsigned a, unsigned b) {
+  return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16;
+}
 inline float exp2_approximate(float x) { return exp2f(x); }
 
-// ---- products. A descriptor is a shared address in units of 16 bytes.
+// ---- products. A descriptor is a shared address in units of 16 bytes, and above it the distance of the next panel.
 
 inline unsigned long long rows_of_128_bytes(const void* b) { return shared_address(b) >> 4; }
-inline unsigned long long columns_of_panels(const void* b) { return shared_address(b) >> 4; }
+template <int PANEL_BYTES>
+unsigned long long columns_of_panels(const void* b) {
+  return shared_address(b) >> 4 | static_cast<unsigned long long>(PANEL_BYTES >> 4) << 32;
+}
 
 template <bool BF16>
 float operand(unsigned long long start, int row, int byte) {
@@ -121,21 +129,10 @@ float operand(unsigned long long start, int row, int byte) {
   return value_of<BF16>(bits);
 }
 
+// Rows lane / 4 and + 8 of the warp's fragment.
 template <bool BF16>
-void multiply_rows(float (&d)[32], unsigned long long a, unsigned long long b, bool add) {
-  const int lane = static_cast<int>(threadIdx.x % 32), first = static_cast<int>(threadIdx.x / 32 % 4) * 16 + lane / 4;
-  for (int i = 0; i < 32; ++i) {
-    const int row = first + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    float sum = add ? d[i] : 0.0f;
-    for (int k = 0; k < 16; ++k) sum += operand<BF16>(a, row, 2 * k) * operand<BF16>(b, column, 2 * k);
-    d[i] = sum;
-  }
-}
-
-template <bool BF16>
-void multiply_columns(float (&d)[64], uint4 a, unsigned long long b) {
+void gather_rows(uint4 a, float (&of)[2][16]) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  float of[2][16];  // rows lane / 4 and + 8 of the warp's fragment
   for (int other = 0; other < 4; ++other) {
     const int from = lane / 4 * 4 + other;
     const unsigned words[4] = {__shfl_sync(~0u, a.x, from), __shfl_sync(~0u, a.y, from), __shfl_sync(~0u, a.z, from),
@@ -144,10 +141,30 @@ void multiply_columns(float (&d)[64], uint4 a, unsigned long long b) {
       for (int e = 0; e < 2; ++e)
         of[w % 2][w / 2 * 8 + 2 * other + e] = value_of<BF16>(static_cast<unsigned short>(words[w] >> 16 * e));
   }
+}
+
+template <bool BF16>
+void multiply_rows(float (&d)[16], uint4 a, unsigned long long b, bool add) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  float of[2][16];
+  gather_rows<BF16>(a, of);
+  for (int i = 0; i < 16; ++i) {
+    const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    float sum = add ? d[i] : 0.0f;
+    for (int k = 0; k < 16; ++k) sum += of[i / 2 % 2][k] * operand<BF16>(b, column, 2 * k);
+    d[i] = sum;
+  }
+}
+
+template <bool BF16>
+void multiply_columns(float (&d)[64], uint4 a, unsigned long long b) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  float of[2][16];
+  gather_rows<BF16>(a, of);
   for (int i = 0; i < 64; ++i) {
     const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
     for (int k = 0; k < 16; ++k)
-      d[i] += of[i / 2 % 2][k] * operand<BF16>(b + column / 64 * (PANEL_BYTES >> 4), k, column % 64 * 2);
+      d[i] += of[i / 2 % 2][k] * operand<BF16>(b + column / 64 * (b >> 32), k, column % 64 * 2);
   }
 }
 
@@ -156,10 +173,61 @@ void multiply_columns(float (&d)[64], uint4 a, unsigned long long b) {
 inline uint4 load_16_or_zero(unsigned long long from, long long distance) {
   return from == 0 ? uint4{0, 0, 0, 0} : *reinterpret_cast<const uint4*>(from + distance);
 }
-inline uint4 load_8_or_zero(unsigned long long from, long long distance) {
-  if (from == 0) return {0, 0, 0, 0};
-  const uint2 v = *reinterpret_cast<const uint2*>(from + distance);
-  return {v.x, v.y, 0, 0};
+
+// Copies that a thread has started, and how many are in each group that it has closed.
+struct HostCopies {
+  struct Copy {
+    unsigned to, bytes;
+    const char* from;  // null for zeros
+  };
+  std::deque<Copy> copies;
+  std::deque<std::size_t> groups;
+  std::size_t open = 0;
+
+  static HostCopies& mine() {
+    static thread_local std::vector<HostCopies> of_thread(1024);
+    return of_thread[gk_host::block->running->linear];
+  }
+};
+
+inline void start_copy(unsigned to, unsigned long long from, long long distance, unsigned bytes) {
+  HostCopies& mine = HostCopies::mine();
+  mine.copies.push_back({to, bytes, from == 0 ? nullptr : reinterpret_cast<const char*>(from + distance)});
+  ++mine.open;
+}
+inline void copy_16_or_zero(unsigned to, unsigned long long from, long long distance) {
+  start_copy(to, from, distance, 16);
+}
+inline void copy_8_or_zero(unsigned to, unsigned long long from, long long distance) {
+  start_copy(to, from, distance, 8);
+}
+inline void copies_commit() {
+  HostCopies& mine = HostCopies::mine();
+  mine.groups.push_back(std::exchange(mine.open, 0));
+}
+template <int LEFT>
+void copies_wait() {
+  for (HostCopies& mine = HostCopies::mine(); mine.groups.size() > LEFT; mine.groups.pop_front())
+    for (std::size_t left = mine.groups.front(); left > 0; --left, mine.copies.pop_front()) {
+      const HostCopies::Copy& copy = mine.copies.front();
+      char* to = gk_host::block->dynamic_shared + copy.to;
+      if (copy.from) memcpy(to, copy.from, copy.bytes);
+      else memset(to, 0, copy.bytes);
+    }
+}
+
+template <int DISTANCE>
+uint4 load_matrices(unsigned row) {
+  const unsigned lane = threadIdx.x % 32;
+  unsigned v[4];
+  for (unsigned i = 0; i < 4; ++i) {
+    const unsigned from = __shfl_sync(~0u, row, 8 * i + lane / 4) + DISTANCE + lane % 4 * 4;
+    memcpy(&v[i], gk_host::block->dynamic_shared + from, 4);
+  }
+  return {v[0], v[1], v[2], v[3]};
+}
+inline uint4 load_shared(unsigned from) {
+  return *reinterpret_cast<const uint4*>(gk_host::block->dynamic_shared + from);
 }
 inline void store_shared(unsigned to, uint4 v) {
   *reinterpret_cast<uint4*>(gk_host::block->dynamic_shared + to) = v;
