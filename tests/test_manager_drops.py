@@ -50,6 +50,11 @@ def test_what_another_plan_names_survives() -> None:
     assert manager.probe_match(ids(0, 65)) == 64
     assert second.drop() == 4
     assert manager.stats().blocks_free == manager.stats().blocks_total
+    again = [fill(manager, ids(0, 64)) for _ in range(2)]  # two conversations of the same content
+    plans = [manager.plan_drop(row) for row in again]
+    for row in again:
+        close(manager, row)
+    assert [plan.drop() for plan in plans] == [0, 4]
     manager.check()
 
 
