@@ -32,7 +32,7 @@ def test_a_feature_is_shown_by_tests_or_says_why_not(feature: Feature) -> None:
 
 
 CASES = {"A": 6, "B": 3, "C": 4, "D": 3, "E": 4, "F": 3, "H": 5, "I": 3, "J": 7}
-"""Real faults of other caches, by kind: so many of each are held as small conditions, `test_case_<kind><number>_...`."""
+"""Real faults of other caches, by kind: so many of each are held as small conditions, `test_case_<kind><n>_...`."""
 DRAFT_CASES = {"G3", "G4"}
 
 
