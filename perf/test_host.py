@@ -100,7 +100,7 @@ def test_host_index(benchmark: Any, rows: int) -> None:
     index, manager = runtime.manager.index_commits, runtime.manager
 
     def submit() -> None:
-        manager.index_commits = lambda: None  # type: ignore[method-assign]
+        manager.index_commits = lambda most: None  # type: ignore[method-assign]
         runtime.step(batch)
         del manager.index_commits
         write_results(runtime)

@@ -16,6 +16,7 @@ from tier_shadow import tier_runtime
 
 from graphkv.errors import GraphKVError, InvalidValue, NotReady, OutOfBlocks, OutOfRows
 from graphkv.loop import submit
+from graphkv.manager.drops import DropPlan
 from graphkv.manager.prefix import Scope
 from graphkv.manager.v2 import RowState
 from graphkv.sequence import Sequence
@@ -42,6 +43,7 @@ class RuntimeWorld:
             device, tiers, late=True, num_blocks=FIRST, max_num_blocks=MOST, mode=mode, event_capacity=100
         )
         self.counts: dict[str, int] = {}
+        self.plans: list[DropPlan] = []
 
     # what the operations need ---------------------------------------------------------------------------------------
 
@@ -140,6 +142,14 @@ class RuntimeWorld:
     def evict(self, rng: Random) -> None:
         self.runtime.evict(rng.choice([None, 1, 3]))
 
+    def plan_drop(self, rng: Random) -> None:
+        if self.shadow.sequences:
+            self.plans.append(self.runtime.plan_drop(rng.choice(list(self.shadow.sequences))))
+
+    def drop(self, rng: Random) -> None:
+        if self.plans:
+            self.count("drop" if self.plans.pop(rng.randrange(len(self.plans))).drop() else "drop: all needed")
+
     def close(self, rng: Random) -> None:
         if self.shadow.sequences:
             sequence = rng.choice(list(self.shadow.sequences))
@@ -220,6 +230,8 @@ class RuntimeWorld:
         "resume": 5,
         "prefetch": 1,
         "evict": 4,
+        "plan_drop": 1,
+        "drop": 1,
         "close": 5,
         "resize": 2,
         "retire": 3,

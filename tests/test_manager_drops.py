@@ -50,6 +50,11 @@ def test_what_another_plan_names_survives() -> None:
     assert manager.probe_match(ids(0, 65)) == 64
     assert second.drop() == 4
     assert manager.stats().blocks_free == manager.stats().blocks_total
+    again = [fill(manager, ids(0, 64)) for _ in range(2)]  # two conversations of the same content
+    plans = [manager.plan_drop(row) for row in again]
+    for row in again:
+        close(manager, row)
+    assert [plan.drop() for plan in plans] == [0, 4]
     manager.check()
 
 
@@ -96,8 +101,13 @@ def test_copies_in_colder_tiers_go_too_but_for_those_on_their_way() -> None:
     manager.check()
 
 
-def test_what_was_evicted_and_came_back_is_not_the_plans() -> None:
+def test_what_was_evicted_is_passed_over_and_what_came_back_is_not_the_plans() -> None:
     manager = make()
+    gone = fill(manager, ids(500, 548))
+    shorter = manager.plan_drop(gone)
+    close(manager, gone)
+    manager.evict(1)
+    assert shorter.drop() == 2
     a = fill(manager, ids(0, 48))
     plan = manager.plan_drop(a)
     close(manager, a)

@@ -48,7 +48,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     def resume(self, rng: Random) -> None:
         self.world.resume(rng)
 
-    @rule(rng=RNG, operation=st.sampled_from(["evict", "prefetch", "resize", "retire", "poll"]))
+    @rule(rng=RNG, operation=st.sampled_from(["evict", "prefetch", "resize", "retire", "poll", "plan_drop", "drop"]))
     def whenever(self, rng: Random, operation: str) -> None:
         getattr(self.world, operation)(rng)
 
@@ -92,7 +92,7 @@ def test_soak(device: torch.device, colder: int) -> None:
     if device.type != "cpu":
         return
     wanted = {"open: ready, cached", "fork", "rewind", "append", "grow", "shrink", "shrink: InvalidValue"}
-    wanted |= {"prefill", "prefill: OutOfBlocks", "step", "step: OutOfBlocks"}
+    wanted |= {"prefill", "prefill: OutOfBlocks", "step", "step: OutOfBlocks", "drop"}
     if colder:
         wanted |= {"suspend", "suspend: OutOfBlocks", "resume", "step: NotReady", "transfer 1 to 0"}
         wanted |= {"open: loading", "close: suspending", "close: suspended", "close: loading", "transfer 0 to 1 failed"}
