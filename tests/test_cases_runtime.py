@@ -11,11 +11,13 @@ import torch
 from probe import PER_REQUEST, ProbeModel, Shadow, probe_config, probe_runtime
 from step_oracle import schedule
 
+from graphkv.device import Device
 from graphkv.errors import InvalidValue
 from graphkv.layout import Role, Side
 from graphkv.runtime import DecodeRuntime
 from graphkv.sequence import Batch
 
+CANARIES = 512  # bytes on either side of a buffer
 SPIN_CYCLES = 100_000_000  # about 50 ms of a GPU
 
 
@@ -82,8 +84,20 @@ def test_case_A1_a_row_at_its_last_column_is_refused_and_nothing_changed(device:
     shadow.check()
 
 
-def test_case_A2_every_address_in_a_graph_stays_the_buffers_for_the_graphs_life(device: torch.device) -> None:
-    """Two buckets share one workspace; odd allocations come and go between captures and replays."""
+def test_case_A2_every_address_in_a_graph_stays_the_buffers_for_the_graphs_life(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two buckets share one workspace between canaries; odd allocations come and go between captures and replays."""
+    guarded: list[torch.Tensor] = []
+    empty = Device.empty
+
+    def with_canaries(self: Device, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if dtype != torch.uint8 or not isinstance(shape, int):
+            return empty(self, shape, dtype)
+        guarded.append(empty(self, shape + 2 * CANARIES, dtype).fill_(0x5A))
+        return guarded[-1][CANARIES:-CANARIES]
+
+    monkeypatch.setattr(Device, "empty", with_canaries)
     config = probe_config()
     model = ProbeModel(config, 512, device)
     junk = [torch.full((size,), 3.0, device=device) for size in (33, 1025, 70_001)]
@@ -105,6 +119,10 @@ def test_case_A2_every_address_in_a_graph_stays_the_buffers_for_the_graphs_life(
         assert allocations(runtime) == counted
         del noise
     shadow.check()
+    assert any(each[CANARIES:-CANARIES].ne(0x5A).any() for each in guarded), "no workspace was made this way"
+    for each in guarded:
+        assert each[:CANARIES].eq(0x5A).all()
+        assert each[-CANARIES:].eq(0x5A).all()
     with pytest.raises(InvalidValue, match="asked for after capture, where it does not exist"):
         runtime._engine._workspaces["decode"]("another", (4,), torch.float32)
     with pytest.raises(InvalidValue, match="asked for after capture, where it has"):
