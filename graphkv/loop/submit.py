@@ -23,7 +23,7 @@ from graphkv.transfer import CopyJob
 
 _INDEXED_A_STEP = 64
 """Rows, at most, whose full blocks become findable behind one launch: all rows of a batch may fill one at once."""
-_PATIENCE_S = 5.0  # for copies to host memory, which take milliseconds where the machine is not overloaded
+_PATIENCE_S = 1.0  # for copies to host memory, which take milliseconds
 _NAP = 0.0001
 
 
