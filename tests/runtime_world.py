@@ -15,7 +15,6 @@ from typing import Any
 from tier_shadow import tier_runtime
 
 from graphkv.errors import GraphKVError, InvalidValue, NotReady, OutOfBlocks, OutOfRows
-from graphkv.loop import submit
 from graphkv.manager.drops import DropPlan
 from graphkv.manager.prefix import Scope
 from graphkv.manager.v2 import RowState
@@ -35,7 +34,6 @@ class RuntimeWorld:
     """
 
     def __init__(self, device: Any, colder: int, mode: str = "graph") -> None:
-        submit._PATIENCE_S = 0.0  # nothing ends by itself here
         self.folder = tempfile.TemporaryDirectory()
         disk = {"disk_folder": self.folder.name, "disk_bytes": 16 * 16384} if colder > 1 else {}
         tiers = TierOptions(host_blocks=10 if colder == 1 else 6, **disk) if colder else None

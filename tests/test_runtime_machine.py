@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from random import Random
 
 import pytest
@@ -12,9 +13,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from runtime_world import RuntimeWorld
 from soak import soak
 
+from graphkv.loop import submit
 from graphkv.manager.v2 import RowState
 
 RNG = st.randoms(use_true_random=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_patience() -> Iterator[None]:
+    """Transfers end here only when an operation says so, so a step that waits for one would wait in vain."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(submit, "_PATIENCE_S", 0.0)
+        yield
 
 
 class RuntimeMachine(RuleBasedStateMachine):
