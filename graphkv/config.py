@@ -159,8 +159,13 @@ class CacheConfig:
     def groups(self) -> tuple[Window | None, ...]:
         """What the layers of each group can read: of group 0 everything (None), whether or not a layer is in it, then
         one entry for each window that layers have, in the order in which they come."""
-        windows = [spec.reach for side in Side for spec in self.side_layers(side) if spec.reach is not None]
-        return (None, *dict.fromkeys(windows))
+        return (None, *self.windows)
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        """What the layers of each group behind group 0 can read."""
+        reaches = [spec.reach for side in Side for spec in self.side_layers(side) if spec.reach is not None]
+        return tuple(dict.fromkeys(reaches))
 
     def group_of(self, side: Side, layer: int) -> int:
         """The group of a layer."""

@@ -223,7 +223,7 @@ class Pools:
 
 def check_window_blocks(config: CacheConfig, window_blocks: Sequence[int]) -> None:
     """`InvalidValue` unless there is a number of blocks for each group with a window."""
-    windows = config.groups[1:]
+    windows = config.windows
     if len(window_blocks) != len(windows):
         raise InvalidValue(
             f"window_blocks must have one number of blocks for each of {len(windows)} groups with a window, got "

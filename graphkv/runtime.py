@@ -129,7 +129,7 @@ class DecodeRuntime(MovingVerbs):
             cold = None if tiers is None else ColdTiers(tiers, self.pools, device, engine.stream)
             options.update(_tier_options(cold))
             manager = build_manager(
-                [window for window in config.groups if window is not None],
+                config.windows,
                 window_blocks,
                 rewind_room,
                 num_blocks=num_blocks,

@@ -74,9 +74,9 @@ def choose_blocks(
         return (CacheSize.of(config).num_blocks(num_blocks, memory_bytes),)
     if (num_blocks is None) == (memory_bytes is None):
         raise InvalidValue(f"give num_blocks or memory_bytes, not both or none; got {num_blocks} and {memory_bytes}")
-    if window_blocks is not None and len(window_blocks) != len(config.groups) - 1:
+    if window_blocks is not None and len(window_blocks) != len(config.windows):
         raise InvalidValue(
-            f"window_blocks must have one number of blocks for each of {len(config.groups) - 1} groups with a window, "
+            f"window_blocks must have one number of blocks for each of {len(config.windows)} groups with a window, "
             f"got {list(window_blocks)}"
         )
     if num_blocks is not None:

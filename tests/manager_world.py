@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from manager_model import Bytes, FakeMover, ModelSequence
@@ -411,7 +411,7 @@ class World:
         assert not any((stats.blocks_held, *(tier.held for tier in (*stats.tiers, *stats.windows))))
         assert stats.rows_free == self.manager.max_rows
 
-    OPERATIONS = {  # noqa: RUF012 names of operations and how often a soak makes them
+    OPERATIONS: ClassVar[dict[str, int]] = {  # names of operations and how often a soak makes them
         "open": 8,
         "guess": 6,
         "answer": 4,
@@ -430,12 +430,3 @@ class World:
         "transfer_ends": 6,
         "poll": 5,
     }
-
-    def soak(self, rng: Random, operations: int) -> Iterator[str]:
-        """Make that many operations, checked after each; yields their names."""
-        names, weights = list(self.OPERATIONS), list(self.OPERATIONS.values())
-        for _ in range(operations):
-            name = rng.choices(names, weights)[0]
-            getattr(self, name)(rng)
-            self.check()
-            yield name

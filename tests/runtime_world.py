@@ -7,10 +7,10 @@ all pools are compared with those foretold, and what every ready sequence reads 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from tier_shadow import tier_runtime
 
@@ -216,7 +216,7 @@ class RuntimeWorld:
         assert list(Path(self.folder.name).iterdir()) == []
         self.folder.cleanup()
 
-    OPERATIONS = {  # noqa: RUF012 names of operations and how often a soak makes them
+    OPERATIONS: ClassVar[dict[str, int]] = {  # names of operations and how often a soak makes them
         "open": 7,
         "prefill": 8,
         "step": 9,
@@ -236,12 +236,3 @@ class RuntimeWorld:
         "poll": 3,
         "transfer_ends": 16,
     }
-
-    def soak(self, rng: Random, operations: int) -> Iterator[str]:
-        """Make that many operations, checked after each; yields their names."""
-        names, weights = list(self.OPERATIONS), list(self.OPERATIONS.values())
-        for _ in range(operations):
-            name = rng.choices(names, weights)[0]
-            getattr(self, name)(rng)
-            self.check()
-            yield name

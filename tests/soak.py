@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from random import Random
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 SECONDS = float(os.environ.get("GRAPHKV_SOAK_SECONDS", "0"))
 DONE: list[str] = []
@@ -19,13 +19,29 @@ DONE: list[str] = []
 
 
 class World(Protocol):
-    """What can be soaked; its operations are checked as they are made."""
+    """What can be soaked: its operations are methods that take a `Random`.
 
+    Attributes:
+        OPERATIONS: their names, and how often a soak makes each.
+        counts: how often what happened.
+    """
+
+    OPERATIONS: ClassVar[dict[str, int]]
     counts: dict[str, int]
 
-    def soak(self, rng: Random, operations: int) -> Iterator[str]: ...
+    def check(self) -> None: ...
 
     def end(self) -> None: ...
+
+
+def play(world: World, rng: Random, operations: int) -> Iterator[str]:
+    """Make that many operations of a world, checked after each; yields their names."""
+    names, weights = list(world.OPERATIONS), list(world.OPERATIONS.values())
+    for _ in range(operations):
+        name = rng.choices(names, weights)[0]
+        getattr(world, name)(rng)
+        world.check()
+        yield name
 
 
 def soak(make: Callable[[], World], *, seeds: int, operations: int) -> Counter[str]:
@@ -37,7 +53,7 @@ def soak(make: Callable[[], World], *, seeds: int, operations: int) -> Counter[s
         world = make()
         made = 0
         try:
-            for _ in world.soak(Random(seed), operations):
+            for _ in play(world, Random(seed), operations):
                 made += 1
             world.end()
         except BaseException as error:

@@ -75,7 +75,7 @@ class LayerInputs:
         torch.cumsum(metadata.seq_len, 0, dtype=torch.int32, out=start[1:])
         queries, keys = torch.stack([metadata.query_start, start]).tolist()
         spans = tuple(RowSpan(*q, *k) for q, k in zip(pairwise(queries), pairwise(keys), strict=True))
-        return cls(step, config, cos, sin, spans, start, KernelChoice().kernels(own))
+        return cls(step, config, cos, sin, spans, start, DecodeKernels(own.score, own.select, own.attend))
 
 
 class SparseAttention:

@@ -34,7 +34,7 @@ def runtime_stats(
         device_bytes=ledger.device_bytes,
         pinned_bytes=ledger.pinned_bytes,
         allocations=ledger.allocations,
-        tiers=_tiers(manager, pools, tiers),
+        tiers=_tiers(manager, counts.windows, pools, tiers),
         tokens_asked=counts.tokens_asked,
         tokens_matched=counts.tokens_matched,
         tokens_missed=counts.tokens_missed,
@@ -47,10 +47,11 @@ def runtime_stats(
     )
 
 
-def _tiers(manager: ManagerV2, pools: Pools, tiers: ColdTiers | None) -> tuple[TierStats, ...]:
+def _tiers(
+    manager: ManagerV2, windows: Sequence[BlockCounts], pools: Pools, tiers: ColdTiers | None
+) -> tuple[TierStats, ...]:
     colder = () if tiers is None else tuple(tier.num_bytes for tier in (tiers.host, tiers.disk) if tier is not None)
     memory = pools.num_bytes, *colder
-    windows = manager.stats().windows
     found: list[TierStats] = []
     for tier, (counts, stored, evicted) in enumerate(manager.tier_counts()):
         groups = counts, *(windows if tier == DEVICE else ())

@@ -196,9 +196,9 @@ class BlockAllocator:
         more = np.arange(num_blocks - 1, before - 1, -1)
         stack = np.concatenate([more, free[free < num_blocks]])
         self._free = stack.size
-        self._stack = _resized(stack, num_blocks)
-        self._refs, self._last_step = _resized(self._refs, num_blocks), _resized(self._last_step, num_blocks)
-        self._kept = _resized(self._kept, num_blocks)
+        self._stack = resized(stack, num_blocks)
+        self._refs, self._last_step = resized(self._refs, num_blocks), resized(self._last_step, num_blocks)
+        self._kept = resized(self._kept, num_blocks)
         self.num_blocks = num_blocks
 
     def counts(self) -> BlockCounts:
@@ -251,7 +251,7 @@ class BlockAllocator:
         return checked
 
 
-def _resized(array: NDArray[_T], size: int) -> NDArray[_T]:
+def resized(array: NDArray[_T], size: int) -> NDArray[_T]:
     """The first `size` entries, zeros where there were fewer."""
     return np.concatenate([array[:size], np.zeros(max(0, size - array.size), array.dtype)])
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphkv.errors import OutOfBlocks
-from graphkv.manager.blocks import BlockAllocator, Index
+from graphkv.manager.blocks import BlockAllocator, Index, resized
 from graphkv.manager.prefix import Node
 
 
@@ -219,9 +219,7 @@ class ContentSlots(BlockAllocator):
         super().resize(num_blocks)
         self.node_at = [*self.node_at[:num_blocks], *[None] * (num_blocks - len(self.node_at))]
         self._stamp = [*self._stamp[:num_blocks], *[0] * (num_blocks - len(self._stamp))]
-        self._last_use = np.concatenate(
-            [self._last_use[:num_blocks], np.zeros(max(0, num_blocks - self._last_use.size), np.int64)]
-        )
+        self._last_use = resized(self._last_use, num_blocks)
         self._order = [candidate for candidate in self._order if candidate.slot < num_blocks]
         heapq.heapify(self._order)
         for step, slots in self._unsettled.items():

@@ -106,7 +106,7 @@ def create_cache_manager(
             rows=max_rows, longest=max_seq_len, next_n=next_n, prefill_chunk=_PREFILL_CHUNK, rewind_room=rewind_room
         )
         return build_manager(
-            [window for window in config.groups if window is not None],
+            config.windows,
             choose_blocks(config, num_blocks, None, window_blocks, load)[1:],
             rewind_room,
             num_blocks=num_blocks,

@@ -59,20 +59,20 @@ def connector_rewind(setting: Setting) -> str | None:
 
 
 def windows_in_v1(setting: Setting) -> str | None:
-    if setting.use_v2 or not (windows := setting.config.groups[1:]):
+    if setting.use_v2 or not (windows := setting.config.windows):
         return None
     return f"V1 has one block table, and {len(windows)} layer groups with a window would need tables of their own"
 
 
 def windows_offloaded(setting: Setting) -> str | None:
-    if not setting.requirements.offload or not (windows := setting.config.groups[1:]):
+    if not setting.requirements.offload or not (windows := setting.config.windows):
         return None
     return f"a block moves as one unit, and {len(windows)} layer groups with a window have blocks of their own"
 
 
 def windows_in_connector(setting: Setting) -> str | None:
     connector = setting.requirements.connector
-    if connector is None or not (windows := setting.config.groups[1:]):
+    if connector is None or not (windows := setting.config.windows):
         return None
     return f"{connector.name} knows a block by one id, which {len(windows)} layer groups with a window do not share"
 

@@ -90,7 +90,7 @@ class TierMover(BlockMover):
     def _check_tiers(self, host: HostTier | None, disk: DiskTier | None, file_workers: int) -> None:
         if disk is not None and host is None:
             raise InvalidValue("a disk tier needs a host tier, through which its blocks go; give one of a few blocks")
-        if windows := len(self._pools.config.groups) - 1:
+        if windows := len(self._pools.config.windows):
             raise UnsupportedCombination(
                 f"layers with a window ({windows} groups) and a TierMover cannot go together: what a window still "
                 "holds is not moved; build without colder tiers, and close sequences instead of suspending them"
